@@ -210,13 +210,6 @@ def score(actual: float, expected: float, half_width: float = 0.2, **more: Any) 
     return Score(**{**fields, **more}, seconds=seconds, usd=seconds, actual_seconds=actual, actual_usd=actual)
 
 
-def test_what_a_score_says():
-    over = score(115.0, 100.0)
-    assert over.is_within
-    assert over.seconds_error == pytest.approx(0.15)
-    assert not score(79.0, 100.0).is_within
-
-
 def test_one_odd_run_teaches_little_and_many_teach_much():
     assert learn([], "probe", "A") == LearnedCorrection()
     once, often = learn([score(200, 100)], "probe", "A"), learn([score(200, 100)] * 25, "probe", "A")

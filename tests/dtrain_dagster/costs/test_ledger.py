@@ -127,16 +127,6 @@ def test_the_ledger_is_the_bill_whatever_happened(usage, told, running):
             assert sum((row["usd"] for row in rows), Decimal(0)) == total_shown([found.units], places)
 
 
-@given(histories, stays.filter(lambda stay: stay.sku != SKUS[2]))
-def test_no_cost_is_negative_and_one_more_node_never_lowers_the_bill(usage, more):
-    tracker = CostTracker("local", usage, "dedicated")
-    other = NodeUsage(
-        node_id=99, sku=more.sku, started_at=more.started_at, ended_at=more.ended_at, tier=more.tier
-    )  # fmt: skip
-    assert all(node.units > 0 for node in tracker.nodes)
-    assert CostTracker("local", [*usage, other], "dedicated").total_units >= tracker.total_units >= 0
-
-
 @given(histories)
 def test_each_node_is_paid_once_for_each_moment(usage):
     """Against counting moment by moment between all starts and ends."""
@@ -346,16 +336,6 @@ def test_neighbouring_windows_of_a_long_training_are_taken_together(monkeypatch)
     monkeypatch.setattr("dtrain_dagster.costs.timeline.MOST_SPANS", 3)
     assert seconds_of(ledger(nodes, told)) == pytest.approx(seconds_of(whole), rel=1e-5)
     assert seconds_of(whole)["waiting for a straggler"] == pytest.approx(5 * 5 + 5 * 1)
-
-
-def test_nodes_that_are_kept_after_the_end_close_for_a_minute_and_are_idle_then():
-    told = [
-        at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
-        window(20.0, 10, [0], forward=[1.0]),
-        at("end", 20.0, status="succeeded"),
-    ]
-    nodes = CostTracker("local", [stay(0, 0.0, 120.0)], "dedicated").nodes
-    assert seconds_of(ledger(nodes, told)) == {"start-up": 10, "productive": 10, "finish": 60, "idle": 40}
 
 
 def test_a_job_that_runs_is_accounted_for_until_now():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from price_list import PriceList, listing, meter, price_list
+from price_list import PriceList, meter, price_list
 
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.costs import retail
@@ -146,27 +146,6 @@ def test_of_several_meters_one_wins_for_a_reason(meters, usd):
         assert choose_prices(rows, "eastus", [T4], NOW).get((T4, "dedicated")) == usd
 
 
-def test_a_list_as_azure_gives_it_is_read_page_by_page_in_several_regions(home, listed):
-    """Windows, doubled and zero rows, reservations, old prices; four rows a page; each third query is throttled."""
-    listed.items = [
-        *listing(T4, 0.526), *listing(A100, 3.673, isPrimaryMeterRegion=False),
-        *listing(A100, 4.1, "westeurope"), *listing(T4, 0.6, "westeurope"), meter(H100, 0.0),
-    ]  # fmt: skip
-    random.Random(0).shuffle(listed.items)
-    listed.busy_every = 3
-    done = ask(listed, home, T4, A100, H100, regions=("eastus", "westeurope"))
-    assert len(listed.waits) > 2
-    assert set(listed.waits) == {1}
-    assert {tier: figure.usd_per_hour for tier, figure in price_of(A100).figures.items()} == {
-        "dedicated": 3.673, "spot": 0.4591,
-    }  # fmt: skip
-    assert price_of(A100, "westeurope").usd_per_hour("dedicated") == 4.1
-    assert price_of(T4, "westeurope").usd_per_hour("spot") == 0.075
-    # The size that is listed at zero is not sold: it stays, and is said.
-    assert done.notes[0].startswith(f"{H100} in eastus: no dedicated price is listed; it stays at 98.32")
-    assert price_of(H100).figure("dedicated").how != "asked"
-
-
 def test_fresh_prices_count_from_then_on(home, listed):
     listed.items = [
         *NOISE, *WANTED,
@@ -255,15 +234,6 @@ def test_what_cannot_be_believed_leaves_the_last_good_table(home, listed, broken
     assert refreshed_path().read_bytes() == good
     assert price_of(T4).usd_per_hour("dedicated") == 0.55
     assert os.listdir(home) == ["prices.json"]  # nothing half-written beside it
-
-
-def test_the_folder_is_made_and_one_that_cannot_be_written_is_named(home, listed):
-    listed.items = WANTED
-    ask(listed, home / "new" / "folder")
-    assert refreshed_prices(home / "new" / "folder" / "prices.json")["eastus", T4, "spot"].usd_per_hour == 0.0627
-    (home / "file").touch()
-    with pytest.raises(retail.RetailError, match=r"prices.json cannot be.*DTRAIN_HOME"):
-        ask(listed, home / "file")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from dtrain_dagster.costs.prices import (
     OF_SITE,
     STAND_IN,
     PriceError,
-    alternatives_to,
     hardware_of,
     price_of,
-    price_table,
     price_words,
 )
 from dtrain_dagster.costs.tracker import CostTracker
@@ -61,11 +59,6 @@ def test_the_bill_and_a_budget_in_dollars_are_in_the_sites(table: Path):
     assert node_seconds_of(5.0, usage, GPU, "dedicated") == pytest.approx(3600 + 3600)
 
 
-def test_no_list_price_is_offered_beside_it(table: Path):
-    assert list(alternatives_to(GPU)) == [GPU]
-    assert alternatives_to("Standard_NC6s_v3") == price_table()
-
-
 def test_a_change_of_the_file_counts_at_once(table: Path):
     assert price_of(GPU).usd_per_hour("dedicated") == 2.5
     table.write_text('{"gpu": 3}')
@@ -103,7 +96,3 @@ def test_short_runs_on_partitions_have_names_of_their_own(table: Path, monkeypat
         checked_id(f"probe{mark}", "a job")
         marks.add(mark)
     assert marks == {"-nc6sv3-gpu", "-nc6sv3-gpu-long"}
-
-
-def test_jobs_are_launched_under_it(table: Path):
-    assert cluster().manager().settings.sku == GPU  # type: ignore[attr-defined]

@@ -156,22 +156,6 @@ def test_checkpoints_as_seldom_as_the_budget_wants():
     assert 0.6 / (every * 0.108) == pytest.approx(0.01, rel=0.25)
 
 
-def test_saves_of_other_worlds_do_not_make_those_of_this_one_cheap():
-    """Many more saves in another, shorter world: the advice is the same as without it."""
-    simulation = Simulation(windows=24, noise=0.0, outliers=0.0, save_every=40, stall=0.6)
-    other = replace(simulation, ranks=2, computing=0.01, save_every=11, stall=0.0).events()
-    other = [item | {"time": item["time"] - 10_000, "generation": 0} for item in other]
-    assert of(simulation, other)["checkpoints less often"].setting == of(simulation)["checkpoints less often"].setting
-
-
-def test_no_advice_to_save_less_often_that_means_more_often():
-    simulation = Simulation(windows=24, noise=0.0, outliers=0.0, save_every=40, stall=0.6)
-    events = simulation.events()
-    seldom = TRAINING | {"checkpoint_frequency": 5000}  # changed since, as when a job is gone on with
-    found = [item.name for item in strategies(settled(windows(events)), events, seldom)]
-    assert "checkpoints less often" not in found
-
-
 def memory(strategy: str = "ddp", **facts: Any) -> GPUMemory:
     """What is known of a GPU of 16 GB of which the half is used."""
     gpu = {"memory_used_bytes": 8e9, "memory_total_bytes": 16e9}
@@ -227,32 +211,12 @@ def test_records_without_samples_are_told_of_without_strategies():
     assert strategies(settled(windows(bare)), bare, TRAINING) == ()
 
 
-def test_waiting_for_a_slow_rank_is_told_as_waiting_with_advice_about_the_rank():
-    events = Simulation(windows=12, late_compute={0: 0.1}, buckets=(40_000_000,)).events()
-    assert COMMUNICATION_LIMIT / 2 < shares(windows(events))["communication"] < COMMUNICATION_LIMIT
-    found = alerts(keep((), events), (), TRAINING)
-    assert [item.key for item in found] == ["communication", "slow compute 10"]
-    for item in found:
-        assert item.changes[0].name == "replace node 10"
-        assert not [advice for advice in item.changes if "compression" in advice.name]
-    assert "samples/s" in found[0].changes[0].text
-    assert shares(windows(events))["waiting"] > COMMUNICATION_LIMIT
-
-
 def test_a_moment_of_many_short_steps_is_no_alert():
     short = Simulation(windows=12, computing=0.003, optimizer=0.0005, buckets=(4_000_000,)).events()
     longer = Simulation(windows=12, computing=0.03, optimizer=0.005, buckets=(40_000_000,)).events()
     assert communication_alert(settled(windows(short)), TRAINING)
     assert not alerts(short, (), TRAINING)
     assert [item.key for item in alerts(longer, (), TRAINING)] == [COMMUNICATION]
-
-
-def test_one_window_that_hangs_is_no_alert():
-    events = Simulation(windows=12).events()
-    segments = events[6]["segments"]
-    segments["communication"] = [2.0] * 3
-    assert shares(windows(events))["communication"] > COMMUNICATION_LIMIT
-    assert not alerts(keep((), events), (), TRAINING)
 
 
 def test_of_a_long_job_only_the_latest_windows_are_kept():

@@ -193,15 +193,6 @@ def test_what_holds_of_every_table(forecast: Amdahl, given: dict[str, Any]):
         assert not any(is_sure(row, table.limits) for row in table.rows)
 
 
-@given(forecasts, tables, st.integers(1, 9))
-def test_more_to_choose_from_never_costs_more(forecast: Amdahl, given: dict[str, Any], nodes: int):
-    before = table_of(forecast, **given).cheapest
-    if before:
-        more_nodes = {"node_counts": {*given["node_counts"], nodes}}
-        for more in (more_nodes, {"tiers": BOTH}, {"deadline": None}, {"budget": None}):
-            assert cheapest_of(table_of(forecast, **(given | more))).usd.expected <= before.usd.expected
-
-
 def test_metadata_shows_the_planned_and_the_cheapest_row_and_is_json():
     whole = table_of(tiers=BOTH, deadline=5 * HOUR, budget=100.0)
     metadata = choices_metadata(whole)

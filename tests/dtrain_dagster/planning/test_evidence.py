@@ -36,8 +36,6 @@ from dtrain_dagster.planning.evidence import (
     pace_mark,
     past_runs,
     past_scores,
-    probe_job,
-    run_probes,
 )
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings, load_settings
@@ -298,21 +296,6 @@ def plan_of(
         for event in found.get_step_failure_events()
     ]
     return (found.output_for_node("cost_estimate") if found.success else None), [*text, *failures]
-
-
-def test_a_probe_that_was_run_before_is_told_as_such(finished, tmp_path):
-    home, rundir, job = finished
-    job = replace(job, run_dir=f"{tmp_path}/plan")
-    sizes, said = sizes_of(job, dataset_of(job).samples, 1, None), []
-    short = probe_job(job, str(tmp_path), "mark", 1, sizes)
-    shutil.copytree(rundir.uri, short.run_dir)
-    times = [item["time"] for item in rundir.events()]
-    presence = NodePresence(node_id=0, launch=1, started_at=min(times), ended_at=max(times))
-    RunDir(short.run_dir).write_node(presence)
-    manager = build_resources(Settings(home=home, nodes=1))["cluster"].manager()
-    found = run_probes(manager, job, sizes, [1], "mark", {}, LearnedCorrection(), said.append)
-    assert said == [f"the probe {short.job_id} was run before"]
-    assert found.rests_on == (short.job_id,)
 
 
 @pytest.mark.slow

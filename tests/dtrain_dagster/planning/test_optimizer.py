@@ -102,17 +102,6 @@ def test_who_uses_half_is_left_alone(used: float, count: int):
     assert len(optimizer(looks(used)).recommendations()) == count
 
 
-def test_fewer_nodes_are_for_those_who_wait_for_each_other():
-    """Computing that is divided among nodes costs the same on fewer of them, and takes longer."""
-    slow = replace(RUN, computing=1.0, latency=0.0, buckets=(1000,)).events()
-    wall = max(item["time"] for item in slow) - 1e6
-    usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=wall) for node in (10, 11, 12)]
-    found = ResourceOptimizer(
-        [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=TODAY,
-    )  # fmt: skip
-    assert [item.name for item in found.recommendations()] == ["spot"]
-
-
 def test_a_smaller_sku_is_there_offered_and_large_enough():
     def skus(**other: Any) -> list[str]:
         memory = other.pop("memory", 0.5)
@@ -198,15 +187,6 @@ def test_a_change_costs_the_same_in_plan_alert_and_advice(is_timed: bool):
         took = Interval(low=0.0, expected=change.document()["seconds"], high=seconds)
         planned = estimate_cost(took, price, "spot" if name == "spot" else "dedicated", count)
         assert usd - change.saved_usd == pytest.approx(planned.usd.expected), name
-
-
-def test_what_cannot_be_had_is_no_row():
-    base = BaseRun(price=V100, tier="spot", node_count=2, seconds=3600.0, usd=1.0)
-    rows = build_options(base, [], "", {"precision": "fp32"}, price_table().values(), TODAY)
-    assert {item.name for item in rows} == {"other SKU"}, "it is on Spot already, and no step was timed"
-    retired = {price.sku for price in price_table().values() if (price.retired_on or "9") <= TODAY.isoformat()}
-    assert retired
-    assert not {item.setting.rpartition(" ")[2] for item in rows} & retired
 
 
 def test_starting_again_is_paid_where_nodes_change_and_only_there():

@@ -123,17 +123,6 @@ def test_what_was_measured_takes_the_place_of_what_was_planned_and_the_last_spee
     assert found.at_end.expected == pytest.approx(2 * HOURLY * (5460 + left) / 3600, rel=0.001)
 
 
-def test_steps_since_the_last_report_count_once_and_a_pause_counts_as_lost():
-    at_the_report, between, in_a_pause = (
-        projected(usage(60 + 1500 + more), steps(500, 3.0)).at_end for more in (0, 15, 330)
-    )
-    assert at_the_report is not None
-    assert between is not None
-    assert in_a_pause is not None
-    assert between.expected == pytest.approx(at_the_report.expected)
-    assert in_a_pause.expected - at_the_report.expected == pytest.approx(2 * HOURLY * 300 / 3600)
-
-
 def stays(node: int, *times: tuple[float, float]) -> list[NodeUsage]:
     return [NodeUsage(node_id=node, sku=V100, started_at=BEGAN + at, ended_at=BEGAN + to) for at, to in times]
 
@@ -162,17 +151,6 @@ def test_worlds_and_launches_that_change_cost_by_the_step_what_each_step_cost(in
     found = projected(intervals, events, plan(phases={}))
     assert found.at_end is not None
     assert found.at_end.expected == pytest.approx(HOURLY * node_seconds / 3600, rel=0.001)
-
-
-def test_other_nodes_than_planned_cost_what_they_cost_and_without_a_plan_there_is_no_end():
-    cheap = projected(usage(60 + 1500, sku=T4), steps(500, 3.0))
-    dear = projected(usage(60 + 1500), steps(500, 3.0))
-    assert cheap.at_end is not None
-    assert dear.at_end is not None
-    ratio = price_table()[T4].usd_per_hour("dedicated") / HOURLY
-    assert cheap.at_end.expected == pytest.approx(ratio * dear.at_end.expected)
-    alone = project(CostTracker("c", usage(3600), "dedicated"), None, JobView())
-    assert (alone.so_far, alone.at_end, alone.over_so_far) == (pytest.approx(2 * HOURLY), None, None)
 
 
 @given(
