@@ -291,6 +291,20 @@ def test_reports_that_come_sooner_and_later_leave_no_time_without_a_cause():
     assert seconds_of(found) == pytest.approx({"productive": 70.0, "start-up": 0.1, "unexplained": 0.2 + 5.0}, rel=1e-5)
 
 
+def test_no_window_outlasts_its_generation():
+    """Node 1 is not in the second generation, though a window of the first was reported after that had begun."""
+    told = [
+        at("membership", 10.0, nodes=[0, 1], joined=[0, 1], step=0, seconds=0.0),
+        window(20.0, 10, [0, 1], forward=[1.0, 1.0]),
+        window(30.0, 20, [0, 1], forward=[1.0, 1.0]),
+        at("membership", 22.0, 2, nodes=[0], joined=[0], step=10, seconds=0.0),
+        window(32.0, 20, [0], 2, forward=[1.0]),
+        at("end", 32.0, 2, status="succeeded"),
+    ]
+    nodes = CostTracker("local", [stay(0, 0.0, 32.0), stay(1, 0.0, 32.0)], "dedicated").nodes
+    assert seconds_of(ledger(nodes, told))["lost to a failure"] == pytest.approx(2 + 2 + 10)
+
+
 def test_without_timing_causes_are_coarser_and_it_is_said():
     told = [
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),

@@ -48,8 +48,10 @@ def test_the_difference_from_the_estimate_is_the_sum_of_its_reasons():
         work=Work(steps=40, evaluations=1, checkpoints=1), basis="", price_note="",
         estimate=Estimate(seconds=span, usd=span, usd_per_node_hour=3.06, node_count=2),
     )  # fmt: skip
-    for phases in ({}, {"startup": 10.0, "finish": 5.0}):
-        found = reasons(replace(plan, phases=phases), bill.nodes, ledger(bill.nodes, told), steps=30)
+    for phases in ({}, {"startup": 8.0, "finish": 4.0}):
+        found = reasons(
+            replace(plan, phases=phases, learned_factor=1.25), bill.nodes, ledger(bill.nodes, told), steps=30
+        )
         assert sum(item.usd for item in found) == pytest.approx(bill.total_usd - usd)
         assert [abs(item.usd) for item in found] == sorted([abs(item.usd) for item in found], reverse=True)
     said = explain_variance(found, bill.total_usd, usd)

@@ -125,6 +125,8 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     assert not knows(told(nodes=3), 3)
     assert "1 node(s) instead of 3" in told(nodes=3).basis_words
     assert told(sku="Standard_NC4as_T4_v3") is None, "of another GPU's speed it tells nothing"
+    newer = replace(run, job_id="newer", measured=replace(run.measured, startup_seconds=99.0))
+    assert from_history([newer, run], sizes, 1, SKU, LearnedCorrection()).rests_on == ("newer",)
     assert replace(own, run_spread=0.3).seconds_at(1).high > own.seconds_at(1).high
 
     write_plan(rundir, job)

@@ -102,6 +102,25 @@ def test_who_uses_half_is_left_alone(used: float, count: int):
     assert len(optimizer(looks(used)).recommendations()) == count
 
 
+def test_fewer_nodes_are_for_those_who_wait_for_each_other():
+    """Computing that is divided among nodes costs the same on fewer of them, and takes longer."""
+    slow = replace(RUN, computing=1.0, latency=0.0, buckets=(1000,)).events()
+    wall = max(item["time"] for item in slow) - 1e6
+    usage = [NodeUsage(node_id=node, sku=V100.sku, started_at=0.0, ended_at=wall) for node in (10, 11, 12)]
+    found = ResourceOptimizer(
+        [*slow, *looks()], usage, price=V100, tier="dedicated", training={}, prices=[], today=TODAY,
+    )  # fmt: skip
+    assert [item.name for item in found.recommendations()] == ["spot"]
+
+
+def test_nodes_that_share_a_model_are_as_few_as_can_hold_it():
+    def nodes(strategy: str) -> str:
+        found = optimizer(looks(memory=0.5), training={**TRAINING, "strategy": strategy}).recommendations()
+        return next(item.setting for item in found if item.name == "fewer nodes").split(",")[0]
+
+    assert (nodes("ddp"), nodes("fsdp")) == ("DTRAIN_NODES = 1", "DTRAIN_NODES = 2")
+
+
 def test_a_smaller_sku_is_there_offered_and_large_enough():
     def skus(**other: Any) -> list[str]:
         memory = other.pop("memory", 0.5)
