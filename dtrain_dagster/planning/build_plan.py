@@ -426,10 +426,9 @@ def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
     return f"{place}, priced as if it were {nodes}" if place else nodes
 
 
-def in_words(choice: PlanChoice, place: str = "") -> str:
+def in_words(choice: PlanChoice) -> str:
     """Return the nodes, the time and the dollars with their ranges, and where the time comes from."""
-    name = name_nodes(choice.node_count, choice.sku, choice.tier, place)
-    return f"{name}: {choice.seconds.told(format_duration)}, {choice.usd.told(dollars)}; {choice.time_from}"
+    return f"{choice.name}: {choice.seconds.told(format_duration)}, {choice.usd.told(dollars)}; {choice.time_from}"
 
 
 def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count: int, tier: Tier) -> PlanChoice:
