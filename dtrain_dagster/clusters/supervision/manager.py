@@ -12,7 +12,7 @@ import math
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -269,31 +269,18 @@ class SupervisedClusterManager(GPUClusterManager):
         )
 
     def list_jobs(self, prefix: str = "") -> list[JobStatus]:
-        jobs = []
-        for name in open_storage(str(self.folder)).list():
-            if name.startswith(prefix) and self._is_own(name):
-                with contextlib.suppress(ClusterError, NotADirectoryError):  # something that is no job
-                    jobs.append(self._peek(name))
-        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+        names = [name for name in open_storage(str(self.folder)).list() if name.startswith(prefix)]
+        return _newest_first(self._peek(name) for name in names)
 
     def active_jobs(self) -> list[JobStatus]:
         if (marks := self.active.marks()) is None:
             marks = self._mark_running()
             self.active.complete()
-        jobs = []
-        for job_id in marks:
-            try:
-                status = self._peek(job_id)
-            except (ClusterError, NotADirectoryError):  # its run directory is gone, or is just being made
-                self._forget(job_id, None)
-            else:
-                if not self._is_own(job_id):  # it goes on elsewhere
-                    self._forget(job_id, None)
-                elif status.state.is_final:
-                    self._forget(job_id, status.ended_at)
-                else:
-                    jobs.append(status)
-        return sorted(jobs, key=lambda job: job.started_at or 0.0, reverse=True)
+        found = {job_id: self._peek(job_id) for job_id in marks}
+        for job_id, status in found.items():
+            if status is None or status.state.is_final:
+                self._forget(job_id, None if status is None else status.ended_at)
+        return _newest_first(status for status in found.values() if status is not None and not status.state.is_final)
 
     def cancel_job(self, job_id: str) -> None:
         self._end(job_id, math.inf)
@@ -396,18 +383,16 @@ class SupervisedClusterManager(GPUClusterManager):
     def _files(self, job_id: str) -> PrivateFiles:
         return PrivateFiles(self.home / "secrets" / job_id)
 
-    def _is_own(self, job_id: str) -> bool:
-        """Return whether a job was launched here last. One whose launch cannot be read may be."""
+    def _peek(self, job_id: str) -> JobStatus | None:
+        """Return the status of a job; for an unreadable one its damage, so that no job hides the others. None for what
+        is no job, or was launched on another cluster last; a job whose launch cannot be read may be ours."""
         with contextlib.suppress(DamagedError, ClusterError, OSError):
-            return self.settings.has(self.rundir(job_id).read_json(LAUNCH) or {})
-        return True
-
-    def _peek(self, job_id: str) -> JobStatus:
-        """Return the status of a job; for an unreadable one its damage, so that no job hides the others."""
+            if not self.settings.has(self.rundir(job_id).read_json(LAUNCH) or {}):
+                return None
         try:
             return self.job_status(job_id)
-        except NotADirectoryError:
-            raise
+        except (ClusterError, NotADirectoryError):
+            return None
         except (DamagedError, OSError) as error:
             held = False
             with contextlib.suppress(OSError):
@@ -446,3 +431,7 @@ class SupervisedClusterManager(GPUClusterManager):
                 f"{spec.run_dir}"
             )
         return expected
+
+
+def _newest_first(jobs: Iterable[JobStatus | None]) -> list[JobStatus]:
+    return sorted(filter(None, jobs), key=lambda job: job.started_at or 0.0, reverse=True)
