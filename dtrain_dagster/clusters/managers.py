@@ -21,7 +21,7 @@ from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.submission import Request, others_like_first, shell_line
 from dtrain_dagster.clusters.supervision.engine import Engine, agent_command
 from dtrain_dagster.clusters.supervision.manager import SupervisedClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings, PrivateFiles
+from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from dtrain_dagster.settings.engines import ENGINES as ENGINE_SETTINGS
 from dtrain_dagster.settings.environment import MOST_NODES
@@ -46,10 +46,10 @@ class LocalClusterManager(SupervisedClusterManager):
                 f"{self._most_ranks} here: set fewer"
             )
 
-    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
+    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, secret: Path) -> list[Request]:
         per_node, count = launch["processes_per_node"], launch["node_count"]
         port = launch["master_port"] or "a free port"
-        seat = Seat(node_id=0, master_port=0, secret=str(files.secret))
+        seat = Seat(node_id=0, master_port=0, secret=str(secret))
         lines = []
         for local_rank in range(per_node):
             _, whole = environment_of(launch, seat, local_rank, {}, os.environ)
@@ -89,8 +89,8 @@ class EngineClusterManager(SupervisedClusterManager):
     def host_record(self) -> HostRecord | None:
         return HostRecord.of_cluster(self.home, self.settings.cluster_key)
 
-    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
-        engine = open_engine(self.settings.engine, self.engine_options or {}, rundir.uri, str(files.secret))
+    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, secret: Path) -> list[Request]:
+        engine = open_engine(self.settings.engine, self.engine_options or {}, rundir.uri, str(secret))
         return engine.describe(launch)
 
     @property

@@ -24,11 +24,10 @@ from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
 from dtrain_dagster.clusters.supervision.placer import Placer, say
 from dtrain_dagster.clusters.supervision.reaper import Reaper, run_under_reaper
 from dtrain_dagster.clusters.supervision.settle import has_ended, outlives_supervisor, settle_status, supervisor_mark
-from dtrain_dagster.clusters.supervision.submit import PrivateFiles
+from dtrain_dagster.clusters.supervision.submit import options_file, read_options
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from dtrain_dagster.settings.cluster_kinds import cluster_key
 from trainer.comm.descriptors import raise_descriptor_limit
-from trainer.comm.launch_secret import SecretFile
 from trainer.exit_codes import UNUSABLE
 from trainer.rundir import LAUNCH, RunDir
 from trainer.runtime.clock import SteadyClock
@@ -37,21 +36,19 @@ RESUME = "--resume"
 """The argument of a supervisor that goes on with the nodes of one that died."""
 
 
-def make_placer(launch: Mapping[str, Any], rundir: RunDir, secret: SecretFile, clock: SteadyClock) -> Placer:
+def make_placer(launch: Mapping[str, Any], rundir: RunDir, secret: Path, clock: SteadyClock) -> Placer:
     """Return the placer of a launch: that of its ``engine``, else this machine's."""
     if not outlives_supervisor(launch):
         return LocalPlacer(rundir, secret, clock)
     from dtrain_dagster.clusters.managers import open_engine
     from dtrain_dagster.clusters.supervision.agent_placer import AgentPlacer
 
-    files = PrivateFiles(secret.path)
-    options = files.read_options()
-    engine = open_engine(launch["engine"], options, rundir.uri, str(secret.path))
+    engine = open_engine(launch["engine"], read_options(secret), rundir.uri, str(secret))
     key = cluster_key(launch["engine"], launch.get("cluster_name", "local"))
-    return AgentPlacer(rundir, engine, secret, clock, HostRecord.of_cluster(files.home, key))
+    return AgentPlacer(rundir, engine, secret, clock, HostRecord.of_cluster(secret.parent.parent, key))
 
 
-def supervise(rundir: RunDir, secret: SecretFile, clock: SteadyClock, resumes: bool, reaper: Reaper) -> int:
+def supervise(rundir: RunDir, secret: Path, clock: SteadyClock, resumes: bool, reaper: Reaper) -> int:
     """Run a supervisor's whole life, under its reaper, and return the exit code."""
     try:
         placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock)
@@ -74,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     ``DIR FD FILE``: the run directory, the descriptor of its lock, which the submitter holds, and the file for the
     secrets of launches. ``--resume`` at the end: go on with the nodes of a supervisor that died.
     """
-    rundir, lock, secret = RunDir(arguments[0]), int(arguments[1]), SecretFile(Path(arguments[2]))
+    rundir, lock, secret = RunDir(arguments[0]), int(arguments[1]), Path(arguments[2])
     launch = rundir.read_json(LAUNCH) or {}
     clock = begin_clock(rundir)
     raise_descriptor_limit()
@@ -82,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     def afterwards() -> None:
         if outlives_supervisor(launch) and not has_ended(rundir):
             return  # its nodes go on, and whoever looks at the job next starts another supervisor
-        secret.remove()
-        PrivateFiles(secret.path).options.unlink(missing_ok=True)
+        secret.unlink(missing_ok=True)
+        options_file(secret).unlink(missing_ok=True)
         presences.close(rundir, clock.now())
         settle_status(rundir, sweeps=False)
 

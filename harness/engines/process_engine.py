@@ -33,7 +33,6 @@ from dtrain_dagster.clusters.supervision.engine import (
     name_launch,
 )
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
-from trainer.comm.launch_secret import SecretFile
 from trainer.rundir import RunDir
 
 
@@ -152,8 +151,8 @@ def main(arguments: Sequence[str]) -> int:
     rundir, folder = RunDir(arguments[0]), Path(arguments[1])
     if "--hasty" in arguments:
         supervisor.KILL_SECONDS = 0.5
-    secret, clock = SecretFile(folder / "secret"), begin_clock(rundir)
-    engine = ProcessEngine(folder / "engine", rundir.uri, str(secret.path))
+    secret, clock = folder / "secret", begin_clock(rundir)
+    engine = ProcessEngine(folder / "engine", rundir.uri, str(secret))
 
     placer = AgentPlacer(rundir, engine, secret, clock, HostRecord(folder / "hosts.jsonl"))
     print(Supervisor(rundir, placer, clock).run("--resume" in arguments))

@@ -104,12 +104,11 @@ def _supervise(order: Mapping[str, Any]) -> int:
 def _work(order: Mapping[str, Any], reaper: Any) -> int:
     from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
     from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
-    from trainer.comm.launch_secret import SecretFile
     from trainer.rundir import RunDir
 
     rundir = RunDir(order["run_dir"])
     clock = begin_clock(rundir)
-    secret = SecretFile(Path(f"{order['run_dir']}-secrets/launch"))
+    secret = Path(f"{order['run_dir']}-secrets/launch")
     placer = LocalPlacer(rundir, secret, clock, spawn=partial(_fork, order))
     supervisor = Supervisor(rundir, placer, clock, reaper)
     _note(order, {"supervisor": os.getpid(), "time": time.time()})

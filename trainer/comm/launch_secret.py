@@ -47,28 +47,18 @@ class LaunchSecret:
 def write_launch_secret(path: Path) -> None:
     """Write a new secret to a file, in a folder, that only this user can read. An earlier secret is replaced: its
     launch is over."""
+    write_private(path, secrets.token_hex(SECRET_BYTES))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a text to a file, in a folder, that only this user can read, in place of an earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.parent.chmod(0o700)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-        file.write(secrets.token_hex(SECRET_BYTES))
+        file.write(text)
     temporary.replace(path)
-
-
-@dataclass(frozen=True, slots=True)
-class SecretFile:
-    """The file from which the ranks of a job's launches read their secret."""
-
-    path: Path
-
-    def renew(self) -> None:
-        """Write a new secret for a launch that begins."""
-        write_launch_secret(self.path)
-
-    def remove(self) -> None:
-        """Remove the file after the last launch."""
-        self.path.unlink(missing_ok=True)
 
 
 def read_launch_secret(environment: Mapping[str, str]) -> LaunchSecret:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
@@ -29,7 +30,7 @@ from dtrain_dagster.clusters.supervision.placer import (
     say,
     view_node,
 )
-from trainer.comm.launch_secret import SecretFile
+from trainer.comm.launch_secret import write_launch_secret
 from trainer.documents.presences import stale_seconds
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
@@ -56,9 +57,7 @@ cancelled in the engine's account, though nothing was wrong with it."""
 class AgentPlacer(Placer):
     """Has an engine run the agents of nodes, and follows them by their presences and by the engine's word."""
 
-    def __init__(
-        self, rundir: RunDir, engine: Engine, secret: SecretFile, clock: SteadyClock, hosts: HostRecord
-    ) -> None:
+    def __init__(self, rundir: RunDir, engine: Engine, secret: Path, clock: SteadyClock, hosts: HostRecord) -> None:
         """``hosts``: of the cluster, which all its jobs share."""
         super().__init__(rundir, secret, clock)
         self.engine, self.hosts = engine, hosts
@@ -76,7 +75,7 @@ class AgentPlacer(Placer):
 
     def begin_launch(self, launch: Mapping[str, Any]) -> None:
         self._take(launch)
-        self.secret.renew()
+        write_launch_secret(self.secret)
 
     def resume_launch(self, launch: Mapping[str, Any]) -> set[int]:
         """Find the nodes of a launch that another supervisor began: by their presences, and in the engine's queue. A

@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
 from dtrain_dagster.clusters.supervision.reaper import reap_orphans
-from trainer.comm.launch_secret import SecretFile
+from trainer.comm.launch_secret import write_launch_secret
 from trainer.documents.presences import NodePresence
 from trainer.node.environment import Seat, choose_port
 from trainer.node.line_log import LineLog
@@ -30,7 +31,7 @@ class LocalPlacer(Placer):
     def __init__(
         self,
         rundir: RunDir,
-        secret: SecretFile,
+        secret: Path,
         clock: SteadyClock,
         spawn: Spawn = spawn_process,
     ) -> None:
@@ -46,13 +47,13 @@ class LocalPlacer(Placer):
         """Choose the port of rank 0, and write a new secret."""
         self.launch, self.nodes = launch, {}
         self.port = choose_port(launch["master_port"])
-        self.secret.renew()
+        write_launch_secret(self.secret)
 
     def start(self, node_id: int, incarnation: int) -> None:
         log = LineLog(self.rundir.storage.local_path(f"{LOGS}/node-{node_id}.log"), header_of(self.launch, incarnation))
         place = {"node_id": node_id, "launch": self.launch["launch"], "incarnation": incarnation}
         here = NodePresence(**place, started_at=(now := self.clock.now()), last_seen_at=now)
-        seat = Seat(node_id=node_id, incarnation=incarnation, master_port=self.port, secret=str(self.secret.path))
+        seat = Seat(node_id=node_id, incarnation=incarnation, master_port=self.port, secret=str(self.secret))
         node = make_node(self.launch, seat, log)
         self.nodes[node_id] = node, here
         self.rundir.write_node(here)

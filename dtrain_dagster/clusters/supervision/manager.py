@@ -48,15 +48,16 @@ from dtrain_dagster.clusters.supervision.settle import (
 )
 from dtrain_dagster.clusters.supervision.submit import (
     LaunchSettings,
-    PrivateFiles,
     SupervisorError,
     launch_document,
+    options_file,
     start_supervisor,
 )
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.cluster_kinds import KINDS
 from dtrain_dagster.settings.home import HomeError, make_home
 from dtrain_dagster.support.job_lock import is_held, undisturbed
+from trainer.comm.launch_secret import write_private
 from trainer.documents.places import PlaceError, checked_id
 from trainer.documents.reader import MARK_BYTES, read_document, warn_once
 from trainer.documents.schemas import make, record_of
@@ -207,11 +208,11 @@ class SupervisedClusterManager(GPUClusterManager):
         launch["token"] = launch["token"][: -len(DRAWN)] + DRAWN
         code = KINDS[self.settings.engine].code
         staged = code_of(self.home / "code", factories_in(job))[0] if code == "staged" else None
-        return self.preview_launch(with_code(launch, staged, code), rundir, self._files(spec.job_id))
+        return self.preview_launch(with_code(launch, staged, code), rundir, self._secret(spec.job_id))
 
     @abstractmethod
-    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, files: PrivateFiles) -> list[Request]:
-        """Return what is asked for when this launch begins. ``files``: those that its supervisor would have."""
+    def preview_launch(self, launch: Mapping[str, Any], rundir: RunDir, secret: Path) -> list[Request]:
+        """Return what is asked for when this launch begins. ``secret``: the file that its supervisor would have."""
 
     def submit_job(self, spec: JobSpec) -> None:
         self.check_size(spec.node_count, spec.processes_per_node)
@@ -357,10 +358,10 @@ class SupervisedClusterManager(GPUClusterManager):
         code = KINDS[self.settings.engine].code
         launch = self._next_launch(spec, folder, rundir)
         launch = with_code(launch, stage_code(self.home / "code", rundir) if code == "staged" else None, code)
-        files = self._files(spec.job_id)
+        secret = self._secret(spec.job_id)
         if self.engine_options is not None:
-            files.write_options(self.engine_options)
-        start_supervisor(launch, rundir, lock, files.secret)
+            write_private(options_file(secret), json.dumps(self.engine_options))
+        start_supervisor(launch, rundir, lock, secret)
 
     def _next_launch(self, spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
         """Return the next launch of a job as in ``launch.json``, but for where its code is."""
@@ -371,7 +372,7 @@ class SupervisedClusterManager(GPUClusterManager):
         start."""
         launch = rundir.read_json(LAUNCH)
         if launch is not None:
-            start_supervisor(launch, rundir, lock, self._files(launch["job_id"]).secret, resumes=True)
+            start_supervisor(launch, rundir, lock, self._secret(launch["job_id"]), resumes=True)
 
     def _mark_running(self) -> list[str]:
         """Return the ids of the jobs that have not ended, and mark them; every run directory is opened."""
@@ -380,8 +381,9 @@ class SupervisedClusterManager(GPUClusterManager):
             self.active.enter(job_id)
         return found
 
-    def _files(self, job_id: str) -> PrivateFiles:
-        return PrivateFiles(self.home / "secrets" / job_id)
+    def _secret(self, job_id: str) -> Path:
+        """Return the file for the secret of a job's launches."""
+        return self.home / "secrets" / job_id
 
     def _peek(self, job_id: str) -> JobStatus | None:
         """Return the status of a job; for an unreadable one its damage, so that no job hides the others. None for what

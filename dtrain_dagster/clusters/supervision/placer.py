@@ -11,12 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.exit_policy import NodeFacts, describe_exit
 from dtrain_dagster.clusters.hosts import Exclusion, HostEvent
 from dtrain_dagster.clusters.supervision.engine import EngineJob
-from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.documents.reader import warn_once
 from trainer.exit_codes import EVICTED, LOST, is_loss
@@ -68,7 +68,7 @@ class Placer(ABC):
     poll_seconds: float
     """Seconds between two looks."""
 
-    def __init__(self, rundir: RunDir, secret: SecretFile, clock: SteadyClock) -> None:
+    def __init__(self, rundir: RunDir, secret: Path, clock: SteadyClock) -> None:
         self.rundir, self.secret, self.clock = rundir, secret, clock
         self.launch: Mapping[str, Any] = {}
 

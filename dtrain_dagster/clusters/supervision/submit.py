@@ -65,34 +65,22 @@ class LaunchSettings:
         return all(launch.get(name, getattr(self, name)) == getattr(self, name) for name in ("engine", "cluster_name"))
 
 
-class PrivateFiles:
-    """The files of one job that are for this user alone: a job can write into its run directory, so what its supervisor
-    trusts, such as the path of a kubeconfig, is kept elsewhere."""
+def options_file(secret: Path) -> Path:
+    """Return the file with the options of a job's engine, beside that of its launches' secret
+    (``<home>/secrets/<job_id>``): a job can write into its run directory, so what its supervisor trusts, such as the
+    path of a kubeconfig, is kept elsewhere, for this user alone."""
+    return secret.with_name(f"{secret.name}.engine.json")
 
-    def __init__(self, secret: Path) -> None:
-        """``secret``: the file for the secret of its launches, ``<home>/secrets/<job_id>``."""
-        self.home, self.secret = secret.parent.parent, secret
-        self.options = secret.with_name(f"{secret.name}.engine.json")
-        """The file with the options of its engine."""
 
-    def write_options(self, options: Mapping[str, Any]) -> None:
-        """Write the options of the engine, for the supervisors of this job."""
-        self.secret.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.secret.parent.chmod(0o700)
-        temporary = self.options.with_name(f"{self.options.name}.{os.getpid()}.tmp")
-        temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-            json.dump(options, file)
-        temporary.replace(self.options)
-
-    def read_options(self) -> dict[str, Any]:
-        """Return the options of the engine. Raise `ClusterError` where there are none that can be read."""
-        try:
-            return dict(json.loads(self.options.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise ClusterError(
-                f"{self.options} with the options of the engine cannot be read: {error}; submit the job again"
-            ) from None
+def read_options(secret: Path) -> dict[str, Any]:
+    """Return the options of a job's engine. Raise `ClusterError` where there are none that can be read."""
+    path = options_file(secret)
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ClusterError(
+            f"{path} with the options of the engine cannot be read: {error}; submit the job again"
+        ) from None
 
 
 class SupervisorError(ClusterError):

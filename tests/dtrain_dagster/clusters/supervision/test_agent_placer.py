@@ -27,7 +27,6 @@ from dtrain_dagster.clusters.supervision.placer import (
     is_successor_due,
     view_node,
 )
-from trainer.comm.launch_secret import SecretFile
 from trainer.documents.presences import NodePresence
 from trainer.exit_codes import EVICTED, UNFIT, UNUSABLE
 from trainer.node.environment import LaunchError
@@ -106,10 +105,9 @@ class Job:
 
     def another(self) -> AgentPlacer:
         """The placer of the next supervisor."""
-        secret: Any = SecretFile(Path(self.rundir.uri).parent / "secret")
         engine: Any = self.engine
         clock: Any = self.clock
-        return AgentPlacer(self.rundir, engine, secret, clock, self.hosts)
+        return AgentPlacer(self.rundir, engine, Path(self.rundir.uri).parent / "secret", clock, self.hosts)
 
     def start(self, *nodes: int) -> None:
         self.placer.begin_launch(LAUNCH)
