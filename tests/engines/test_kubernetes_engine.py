@@ -11,7 +11,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.kubernetes.engine import KubernetesEngine
-from dtrain_dagster.clusters.supervision.engine import EngineJob, EngineUnreachableError, name_job, name_launch
+from dtrain_dagster.clusters.supervision.engine import EngineJob, name_job
 from harness.engines.kubernetes_access import NAMESPACE, deploy, make_engine, make_options, pod_template
 from harness.engines.kubernetes_cluster import KubernetesCluster
 
@@ -57,16 +57,6 @@ def test_a_node_runs_once_and_its_end_its_times_and_its_output_are_told(
     assert ended.submitted_at is not None and ended.started_at is not None and ended.ended_at is not None  # noqa: PT018
     assert ended.submitted_at <= ended.started_at <= ended.ended_at
     assert engine.read_log(name) == "said\n"
-
-
-def test_a_node_that_is_submitted_twice_is_bought_once(
-    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
-) -> None:
-    engine, other = make_engine(make_options(access)), make_engine(make_options(access))
-    assert engine.submit(launch, 0, 1) == other.submit(launch, 0, 1) == engine.submit(launch, 0, 1)
-    watch(kubernetes, engine, launch, lambda job: job.state == "ended")
-    pods = kubernetes.ask("GET", f"{PODS}?labelSelector=dtrain/launch={name_launch(launch)}")["items"]
-    assert len(pods) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,48 +147,6 @@ def test_an_evicted_pod_is_a_lost_node(kubernetes: KubernetesCluster, access: Pa
     eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
     kubernetes.ask("POST", f"{PODS}/{pod}/eviction", eviction | {"deleteOptions": {"gracePeriodSeconds": 2}})
     assert watch(kubernetes, engine, launch, lambda job: job.state == "ended").lost
-
-
-def test_a_machine_that_is_lost_is_told_and_its_pods_are_ended_without_it(
-    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
-) -> None:
-    engine = make_engine(make_options(access), "sleep 1000")
-    name = engine.submit(launch, 0, 1)
-    host = watch(kubernetes, engine, launch, lambda job: job.state == "running").host
-    kubernetes.kill(host)
-    try:
-        lost = watch(kubernetes, engine, launch, lambda job: job.state == "ended")
-        assert lost.lost
-        assert lost.host == host
-        assert host in lost.reason
-        engine.submit(launch, 0, 2)
-        kubernetes.wait(
-            lambda: any(job.state == "running" and job.incarnation == 2 for job in engine.list_jobs(launch)),
-            "the next incarnation, on the other machine",
-        )
-        engine.cancel([name], force=True)
-        kubernetes.wait(lambda: len(engine.list_jobs(launch)) == 1, "the end of the lost pod, without its machine")
-        assert not kubernetes.ask("GET", f"{PODS}?labelSelector=job-name={name}")["items"]
-    finally:
-        kubernetes.start(host)
-        kubernetes.wait_for_node(host)
-        engine.cancel([name_job(launch, 0, 2)], force=True)
-
-
-def test_an_api_server_that_is_away_is_no_lost_node(
-    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
-) -> None:
-    engine = make_engine(make_options(access), "sleep 1000")
-    name = engine.submit(launch, 0, 1)
-    watch(kubernetes, engine, launch, lambda job: job.state == "running")
-    kubernetes.kill("kube-apiserver")
-    for ask in (lambda: engine.list_jobs(launch), lambda: engine.submit(launch, 0, 1), lambda: engine.read_log(name)):
-        with pytest.raises(EngineUnreachableError, match="cannot"):
-            ask()
-    kubernetes.start("kube-apiserver")
-    kubernetes.wait_for_api()
-    watch(kubernetes, engine, launch, lambda job: job.state == "running")
-    engine.cancel([name], force=True)
 
 
 def test_what_cannot_work_is_refused_before_anything_is_made(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
-from dtrain_dagster.clusters.supervision.engine import EngineError, EngineJob, EngineUnreachableError, name_job
+from dtrain_dagster.clusters.supervision.engine import EngineError, EngineJob
 from dtrain_dagster.settings.slurm import SlurmSettings
 from harness.engines.slurm_cluster import SlurmCluster
 from harness.waiting import until
@@ -103,58 +103,6 @@ def test_refusals_name_the_setting(
     with pytest.raises(EngineError, match=said):
         make(**options).submit(launch, 0, 1)
     assert make().list_jobs(launch) == []
-
-
-@pytest.mark.long
-def test_nothing_is_concluded_while_slurmctld_is_away(
-    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
-) -> None:
-    engine = make()
-    name = engine.submit(launch, 0, 1)
-    wait_for(engine, launch, "running")
-    slurm.restart("slurmctld")
-    (job,) = wait_for(engine, launch, "running")
-    assert job.id == name
-    assert job.id == engine.submit(launch, 0, 1)
-    slurm.kill("slurmctld")
-    try:
-        with pytest.raises(EngineUnreachableError):
-            engine.submit(launch, 1, 1)
-    finally:
-        slurm.start("slurmctld")
-        slurm.wait_for_answer()
-    engine.cancel([name], force=True)
-    wait_for(engine, launch, "ended")
-
-
-@pytest.mark.long
-def test_a_lost_machine_is_told_from_a_failure(
-    slurm: SlurmCluster, make: Callable[..., SlurmEngine], launch: dict[str, Any]
-) -> None:
-    engine = make()
-    engine.submit(launch, 0, 1)
-    (job,) = wait_for(engine, launch, "running")
-    slurm.kill(job.host)
-    try:
-        (job,) = wait_for(engine, launch, "ended")
-        assert job.lost
-        assert "its machine failed" in job.reason
-        engine.submit(launch, 0, 2)
-        jobs = wait_for_second(engine, launch)
-        assert jobs[name_job(launch, 0, 2)[-2:]].host != job.host
-    finally:
-        slurm.start(job.host)
-        slurm.wait_for_nodes()
-
-
-def wait_for_second(engine: SlurmEngine, launch: dict[str, Any]) -> dict[str, EngineJob]:
-    def found() -> dict[str, EngineJob]:
-        jobs = {f"s{job.incarnation}": job for job in engine.list_jobs(launch)}
-        return jobs if jobs["s2"].state == "running" else {}
-
-    jobs: dict[str, EngineJob] = until(found, "the second one to run", pause=0.2)
-    engine.cancel([jobs["s2"].id], force=True)
-    return jobs
 
 
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:
