@@ -17,8 +17,8 @@ from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNFIT, UNU
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """The end of the process that failed first."""
+class ProcessEnd:
+    """The end of a process of a job."""
 
     rank: int
     node_id: int
@@ -163,15 +163,15 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def blame(failure: Failure) -> tuple[int, int]:
+def blame(end: ProcessEnd) -> tuple[int, int]:
     """Return a sort key for failures that were noticed at the same moment: the likeliest cause sorts first. A process
     that was killed, or that refuses its configuration, takes its peers down; the others only report that a peer was
     lost."""
-    if failure.code in (EVICTED, -signal.SIGTERM):
-        return 4, failure.rank
-    if failure.code == LOST:
-        return 3, failure.rank
-    return (0 if failure.code < 0 else 1 if failure.code == UNUSABLE else 2), failure.rank
+    if end.code in (EVICTED, -signal.SIGTERM):
+        return 4, end.rank
+    if end.code == LOST:
+        return 3, end.rank
+    return (0 if end.code < 0 else 1 if end.code == UNUSABLE else 2), end.rank
 
 
 def describe_exit(code: int) -> str:

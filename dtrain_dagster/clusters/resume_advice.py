@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import OWNER
-from dtrain_dagster.clusters.exit_policy import Failure, describe_exit
+from dtrain_dagster.clusters.exit_policy import ProcessEnd, describe_exit
 from dtrain_dagster.clusters.presence import find_latest_presences
 from trainer.errors import DamagedError
 from trainer.exit_codes import UNFIT
@@ -87,7 +87,7 @@ def name_larger_skus(prices: Iterable[SkuPrice], memory: Mapping[str, Any], rank
     )
 
 
-def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure) -> str:
+def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: ProcessEnd) -> str:
     """Return the message of a job that ended because one of its processes failed."""
     result = rundir.read_result() or {}
     if result.get("status") == "budget" and result.get("launch") in (None, launch["launch"]):
@@ -104,13 +104,13 @@ def explain_failure(rundir: RunDir, launch: Mapping[str, Any], failure: Failure)
 
 
 def explain_giving_up(
-    rundir: RunDir, job_id: str, reason: str, ends: Sequence[tuple[int, int | None]], cause: Failure | None
+    rundir: RunDir, job_id: str, reason: str, ends: Sequence[ProcessEnd], cause: ProcessEnd | None
 ) -> str:
     """Return the message of a job that has no nodes left: how each of its processes ended, and how to continue.
 
-    ``ends``: node and exit code of each process. ``cause``: the failure whose log is quoted; None where none failed.
+    ``cause``: the end of the one whose log is quoted; None where none failed.
     """
-    unfit = {node_id for node_id, code in ends if code == UNFIT}
+    unfit = {end.node_id for end in ends if end.code == UNFIT}
     if unfit:
         failed = {
             f"{node.preflight} (node {node.node_id} on {node.host or 'this machine'})": None
@@ -121,7 +121,7 @@ def explain_giving_up(
             f"{reason}: {'; '.join(failed)}. Repair these machines, have the cluster leave them out, or set "
             f"DTRAIN_PREFLIGHT=off where a check is wrong. {how_to_go_on(rundir, job_id)}"
         )
-    how = "; ".join(f"node {node_id}: {describe_exit(code)}" for node_id, code in ends if code is not None)
+    how = "; ".join(f"node {end.node_id}: {describe_exit(end.code)}" for end in ends)
     message = f"{reason} ({how}). {how_to_go_on(rundir, job_id)}"
     return f"{message}; {_end_of_log(rundir, cause.node_id)}" if cause else message
 

@@ -18,7 +18,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import (
     PREEMPTIONS,
     ExitDecision,
-    Failure,
+    ProcessEnd,
     blame,
     decide_after_exit,
     decide_plainly,
@@ -61,7 +61,7 @@ class Supervisor:
         """The newest incarnation of each node of this launch, as it was seen last."""
         self.replacements = self.preemptions = self.relaunches = 0
         """Nodes that took the place of lost ones, and of ones that were taken away, and launches after the first."""
-        self.failure: Failure | None = None
+        self.failure: ProcessEnd | None = None
         self.is_ending = False
         """Whether all nodes are ended: none trains on for another that comes in its place."""
         self.kept: tuple[Mapping[str, Any], ...] = ()
@@ -84,7 +84,7 @@ class Supervisor:
             return self._finish(JobState.FAILED, str(error), UNUSABLE)
         self._write_status(self._state())
         decision = self._watch()
-        ends = [(node_id, code) for node_id, node in self.nodes.items() for code in node.codes]  # but for our own doing
+        ends = self._ends()  # but for our own doing
         if decision is not None and decision.action == "fail":
             self._keep_failed()
         self._end_nodes(self.stop_grace)
@@ -196,13 +196,7 @@ class Supervisor:
         else:
             decision = decide_plainly(facts)
         if decision.action == "fail" and self.failure is None:
-            per_node = self.launch["processes_per_node"]
-            failures = [
-                Failure(node.node_id * per_node + local_rank, node.node_id, code)
-                for node in facts
-                for local_rank, code in enumerate(node.codes)
-                if code and (is_failure(code) or not elastic)
-            ]
+            failures = [end for end in self._ends() if end.code and (is_failure(end.code) or not elastic)]
             self.failure = min(failures, key=blame)
         return decision
 
@@ -294,10 +288,19 @@ class Supervisor:
         self.placer.sweep(KILL_SECONDS)
         self.nodes = self.placer.look()
 
-    def _give_up(self, reason: str, ends: Sequence[tuple[int, int | None]]) -> JobState:
+    def _ends(self) -> list[ProcessEnd]:
+        """Return the ends of the processes that have ended, in order of their ranks."""
+        size = self.launch["processes_per_node"]
+        return [
+            ProcessEnd(node.node_id * size + local_rank, node.node_id, code)
+            for node in self.nodes.values()
+            for local_rank, code in enumerate(node.codes)
+            if code is not None
+        ]
+
+    def _give_up(self, reason: str, ends: Sequence[ProcessEnd]) -> JobState:
         """Fail with words on how to continue: the training so far is in the latest checkpoint."""
-        causes = [Failure(index, node_id, code) for index, (node_id, code) in enumerate(ends) if code]
-        cause = min(causes, key=blame, default=None)
+        cause = min((end for end in ends if end.code), key=blame, default=None)
         message = explain_giving_up(self.rundir, self.launch["job_id"], reason, ends, cause)
         return self._finish(JobState.FAILED, message, exit_code(cause.code) if cause else 1)
 
@@ -306,12 +309,6 @@ class Supervisor:
         return state
 
     def _write_status(self, state: JobState, message: str = "", code: int | None = None) -> None:
-        per_node = self.launch["processes_per_node"]
-        ends = [
-            (node.node_id * per_node + local_rank, ended)
-            for node in self.nodes.values()
-            for local_rank, ended in enumerate(node.codes)
-        ]
         status = {
             "job_id": self.launch["job_id"],
             "state": state,
@@ -327,7 +324,7 @@ class Supervisor:
             "ended_at": self.clock.now() if state.is_final else None,
             "stop_grace_seconds": self.stop_grace,
             "exit_code": code,
-            "exit_codes": {str(rank): ended for rank, ended in ends if ended is not None},
+            "exit_codes": {str(end.rank): end.code for end in self._ends()},
         }
         self.rundir.write_json(STATUS, status)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import OWNER
-from dtrain_dagster.clusters.exit_policy import Failure
+from dtrain_dagster.clusters.exit_policy import ProcessEnd
 from dtrain_dagster.clusters.resume_advice import explain_failure, how_to_go_on, memory_advice, name_larger_skus
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR
 from dtrain_dagster.costs.prices import price_table
@@ -70,7 +70,7 @@ def test_the_message_of_a_failed_job_says_so(tmp_path: Path, launch: int, monkey
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
     rundir = RunDir(str(tmp_path / "run"))
     rundir.write_json(RESULT, {"status": "failed", "error": "out of memory at step 3", "launch": 1, "memory": MEMORY})
-    failure = Failure(rank=0, node_id=0, code=1)
+    failure = ProcessEnd(rank=0, node_id=0, code=1)
     told = explain_failure(rundir, {"launch": launch, "job_id": "job", "processes_per_node": 1}, failure)
     if launch == 2:  # the result is of the launch before
         assert "SKUs" not in told
@@ -102,6 +102,6 @@ def test_who_raised_is_named_though_another_process_ended_before_it(
         (tmp_path / "logs").mkdir(exist_ok=True)
         (tmp_path / "logs" / f"node-{node}.log").write_text(f"log of node {node}\n")
     rundir.write_json(RESULT, {"status": "failed", "error": "OSError: broken\nwith more", **result})
-    found = explain_failure(rundir, WITH_TWO, Failure(rank=3, node_id=1, code=1))
+    found = explain_failure(rundir, WITH_TWO, ProcessEnd(rank=3, node_id=1, code=1))
     assert found.startswith(said)
     assert f"log of node {said.split('node ')[1][0]}" in found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.clusters.exit_policy import Failure, blame, describe_exit
+from dtrain_dagster.clusters.exit_policy import ProcessEnd, blame, describe_exit
 from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_presences, health, usage
 from dtrain_dagster.clusters.supervision.submit import with_package
 from trainer.documents.presences import NodePresence
@@ -32,7 +32,7 @@ LAUNCH = {
 def test_of_failures_at_one_moment_the_likeliest_cause_is_blamed():
     codes = (143, LOST, 1, 2, -9, -15)
     stopped, lost_peer, raised, refused, killed, terminated = (
-        Failure(rank=rank, node_id=rank, code=code) for rank, code in enumerate(codes)
+        ProcessEnd(rank=rank, node_id=rank, code=code) for rank, code in enumerate(codes)
     )
     everyone = [stopped, lost_peer, raised, refused, killed, terminated]
     random.Random(0).shuffle(everyone)
