@@ -47,6 +47,7 @@ from trainer.config import DistributedTrainingConfig
 from trainer.elastic.failure_detector import FailureDetector
 from trainer.elastic.generation import Generation
 from trainer.rundir import RunDir
+from trainer.runtime.launch import Launch
 from trainer.storage.base import Storage
 
 SIZES = (8, 128, 256)
@@ -139,7 +140,7 @@ class Member:
             "RANK": str(self.node),
             "WORLD_SIZE": str(self.planned),
             "NODE_RANK": str(self.node),
-            "DTRAIN_LAUNCH": "1",
+            **Launch(is_elastic=True).variables(),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_PORT": "1",

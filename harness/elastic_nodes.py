@@ -13,6 +13,7 @@ from harness.waiting import until
 from harness.worlds import OWN_PARTS, Job, Run, assert_same_training, be_rank, launched
 from trainer.elastic.generation import Generation
 from trainer.elastic.generation_record import generations
+from trainer.runtime.launch import Launch
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,7 @@ class Nodes(Run):
                     **self.environment,
                     **launched(rank, world * self.each, self.each),
                     "NODE_RANK": str(node),
-                    "DTRAIN_LAUNCH": str(launch),
-                    "DTRAIN_INCARNATION": str(stay),
+                    **Launch(number=launch, incarnation=stay, is_elastic=True).variables(),
                     "DTRAIN_FAULTS": json.dumps(faults),
                 }
                 self.fork(rank, be_rank, given, environment, str(self.run_dir / f"log-{rank}.txt"))

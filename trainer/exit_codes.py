@@ -41,10 +41,6 @@ REMEDIES = {
 }
 """The additions of ``--help`` to some of these."""
 
-RELEASES_NODES = "DTRAIN_RELEASES_NODES"
-"""The variable that a cluster sets to 1 where it pays for a node only until the node's processes have ended, and a
-process that ends in order does not end the others."""
-
 
 def is_loss(code: int) -> bool:
     """Return whether a process was killed, was evicted, lost its peers, or its node was unfit. Codes above 128 are a

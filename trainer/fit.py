@@ -63,16 +63,10 @@ from trainer.model.task import Measure, SupervisedTask, Task
 from trainer.observability.node_presence import record_presence
 from trainer.observability.progress_line import ProgressLine, is_notebook
 from trainer.rundir import SCRIPT_FOLDER, RunDir, resolve_start
+from trainer.runtime.launch import GivenOrder, Launch
 from trainer.runtime.packages import load
 from trainer.strategies import ENGINES, require_package, settings_of_backend
 
-RUN_DIR = "DTRAIN_RUN_DIR"
-"""Variable: the run directory of the one training of this script, where a cluster has ordered it."""
-DESCRIBE = "DTRAIN_DESCRIBE_JOB"
-"""Variable: a file to which the job is written, with the numbers of its samples and the bytes of its model; the
-script then ends untrained. Where it cannot be trained, the file says why."""
-OVERRIDES = "DTRAIN_SET"
-"""Variable: a JSON list of ``dotted.key=value``, which come after the script's own settings when it is described."""
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 _FITS = itertools.count(1)
 """Numbers the trainings of this process."""
@@ -247,9 +241,9 @@ class Trainer:
         try:
             job, problem = self._prepare(given)
         except ConfigError as error:
-            if describe := os.environ.get(DESCRIBE):
+            if describe := GivenOrder.read(os.environ).describe:
                 Path(describe).write_text(json.dumps({"error": str(error)}))
-            elif RUN_DIR in os.environ:
+            elif GivenOrder.read(os.environ).run_dir:
                 print(error, file=sys.stderr, flush=True)  # noqa: T201 - the log of the node
                 sys.exit(UNUSABLE)
             raise
@@ -278,7 +272,7 @@ class Trainer:
         task = self._choose_task(data)
         check_task(task)
         refuse_extra_state(self.model, config.strategy)
-        is_tried = RUN_DIR in os.environ  # where this node's job was ordered
+        is_tried = bool(GivenOrder.read(os.environ).run_dir)  # where this node's job was ordered
         try_task(self.model, task, data, config, thorough=not is_tried)
         check_callbacks(self._callbacks, config)
         recipe = self._try_optimizer(self._recipe, config, data)
@@ -296,7 +290,7 @@ class Trainer:
         is only described, write its description and leave (SystemExit). Raise `ConfigError` for what cannot be used."""
         config, problem = self.try_problem(given)
         data, number = problem.data, next(_FITS)
-        if describe := os.environ.get(DESCRIBE):
+        if describe := GivenOrder.read(os.environ).describe:
             job = self._job(config, problem, number)
             self._try_registration(job, problem)
             problem.refuse_other_checkpoints(job)
@@ -308,7 +302,7 @@ class Trainer:
             described = {"job": asdict(job), "samples": samples, "model": model}
             Path(describe).write_text(json.dumps(described))
             sys.exit(0)
-        if RUN_DIR in os.environ:
+        if GivenOrder.read(os.environ).run_dir:
             return _ordered_job(data, number), problem
         if number > 1 and _launcher_facts().world_size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ConfigError("several ranks can call fit a second time only under torchrun, whose store they share")
@@ -362,7 +356,8 @@ class Trainer:
         """Raise `ConfigError` where the model is to be registered and cannot be."""
         if job.tracking.registered_model is None:
             return
-        if job.tracking.mlflow_tracking_uri is None and DESCRIBE not in os.environ:  # `dtrain` brings its own
+        is_described = bool(GivenOrder.read(os.environ).describe)  # then `dtrain` brings its own
+        if job.tracking.mlflow_tracking_uri is None and not is_described:
             raise ConfigError(
                 "registry: no MLflow is named that could register the model: give tracking={'mlflow_tracking_uri': "
                 "'sqlite:///mlflow.db'} or a server's address, or start the script by `dtrain train --script`"
@@ -378,10 +373,10 @@ class Trainer:
     def _result(self, rundir: RunDir, code: int, result: dict[str, Any]) -> FitResult:
         if code != DONE or "steps" not in result:
             # A cluster reads the exit code, and knows what follows; so does whoever has sent SIGTERM.
-            if "DTRAIN_LAUNCH" in os.environ or code == EVICTED:
+            if Launch.read(os.environ).is_elastic or code == EVICTED:
                 sys.exit(leave_process(code))
             raise failure_of(result.get("error") or f"the training ended with exit code {code}", code, rundir.uri)
-        if "DTRAIN_LAUNCH" in os.environ:
+        if Launch.read(os.environ).is_elastic:
             atexit.register(_leave_at_once)
         return FitResult(
             model=self.model.cpu(),
@@ -395,7 +390,7 @@ class Trainer:
 def _register(rundir: RunDir, rank: int) -> str | None:
     """Register the model of a training that nobody orchestrates, and return its version; None: it is not to be, or
     could not be, which is told. The training has ended well, whatever becomes of that."""
-    if RUN_DIR in os.environ or rank != 0:
+    if GivenOrder.read(os.environ).run_dir or rank != 0:
         return None
     job = rundir.read_job()
     if job.tracking.registered_model is None:
@@ -429,7 +424,7 @@ def make_job(
         tracking=tracking,
         **more,
     )
-    overrides = json.loads(os.environ.get(OVERRIDES, "[]"))
+    overrides = list(GivenOrder.read(os.environ).overrides)
     return resolve_start(parse_job(job.to_json(), overrides, source="the script's settings") if overrides else job)
 
 
@@ -443,7 +438,7 @@ def figures_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse(why: str) -> NoReturn:
     """Raise `ConfigError`; where the script is only described, the description says why."""
-    if describe := os.environ.get(DESCRIBE):
+    if describe := GivenOrder.read(os.environ).describe:
         Path(describe).write_text(json.dumps({"error": why}))
     raise ConfigError(why)
 
@@ -471,7 +466,7 @@ def _ordered_job(data: DatasetData, number: int) -> JobConfig:
         raise ConfigError(
             "this script calls fit a second time, but a cluster job is one training: use one script for each"
         )
-    job = RunDir(os.environ[RUN_DIR]).read_job()
+    job = RunDir(GivenOrder.read(os.environ).run_dir).read_job()
     if job.dataset.dataset_id != data.dataset_id:
         raise ConfigError(
             f"this node's training data is {data.dataset_id}, but the job was submitted for {job.dataset.dataset_id}: "

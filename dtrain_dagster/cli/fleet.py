@@ -32,7 +32,7 @@ from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this
 from dtrain_dagster.cli.tracking import FLEET_TAG, record_fleet, track
 from dtrain_dagster.cli.train import as_overrides
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
-from dtrain_dagster.clusters.notices import FLEET, PART_OF
+from dtrain_dagster.clusters.notices import FLEET
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
@@ -48,7 +48,7 @@ from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import PARTS, ConfigError, JobConfig
-from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
+from trainer.runtime.launch import with_order
 
 if TYPE_CHECKING:
     from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
@@ -119,9 +119,8 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     manager = cluster.manager(tends=True)
     if not records.is_cancelled():
         manager.provision_cluster(records.limits().nodes, cluster.sku)
-    is_tracked = settings.command_tracking != OFF
-    kept_out = {} if is_tracked else {TRACKING_OF_LAUNCH: OFF}
-    env = cluster.node_env(project) | kept_out | {PART_OF: FLEET}
+    is_tracked = settings.command_tracking != "off"
+    env = with_order(cluster.node_env(project), is_tracked=is_tracked, part_of=FLEET)
     tier = tier_of(cluster.first_tier)
     watch, shown = FleetWatch(records), console()
     tell = partial(warn, shown)

@@ -46,8 +46,8 @@ from trainer.config import JOB_ID, JobConfig, TrackingConfig
 from trainer.errors import DamagedError
 from trainer.observability.mlflow_sink import NOTE_TAG
 from trainer.observability.mlflow_sqlite import authorised
-from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH
 from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, RunDir
+from trainer.runtime.launch import with_order
 from trainer.secrets.redaction import redact
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Tracked:
     def env(self) -> dict[str, str]:
         """Return the variables of its nodes: ``job.json`` stays as it was begun, so a launch says that it is not
         tracked."""
-        return {} if self.is_on else {TRACKING_OF_LAUNCH: OFF}
+        return {} if self.is_on else with_order({}, is_tracked=False)
 
 
 def track(
@@ -91,7 +91,7 @@ def track(
     ``entry``: what MLflow names as its source; ``more``: tags of its run besides those that say where it comes from."""
     is_new = not run_dir(settings, job.job_id).storage.exists("job.json")
     is_stated = any(item.startswith(("tracking=", "tracking.mlflow_tracking_uri=")) for item in asked)
-    is_off = job.tracking.mlflow_tracking_uri is None and (is_stated or settings.command_tracking == OFF)
+    is_off = job.tracking.mlflow_tracking_uri is None and (is_stated or settings.command_tracking == "off")
     if not is_new:
         job = as_tracked_before(job, run_dir(settings, job.job_id))
     elif job.tracking.mlflow_tracking_uri is None and not is_off:

@@ -135,8 +135,7 @@ class JobSpec:
     """How long a node whose processes failed is left in place for a person; 0: not at all."""
     elastic: bool = False
     """Whether the command can continue without a node and take in one that comes later, as ``python -m trainer`` does;
-    its processes find ``DTRAIN_LAUNCH`` and ``DTRAIN_INCARNATION`` in their environment. If not, any process that fails
-    ends the job."""
+    its processes are told (`trainer.runtime.launch.Launch`). If not, any process that fails ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

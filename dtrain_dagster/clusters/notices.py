@@ -25,6 +25,7 @@ from dtrain_dagster.support.secrets import redact
 from trainer.errors import DamagedError
 from trainer.printable import visible
 from trainer.rundir import LAUNCH, STATUS, RunDir
+from trainer.runtime.launch import GivenOrder
 from trainer.runtime.retry import RetryPolicy
 
 NOTIFY = "DTRAIN_NOTIFY"
@@ -42,9 +43,8 @@ MOST_REASON = 600
 """The most characters of the reason for a failure."""
 UNTOLD = ("probe-",)
 """The first letters of jobs that no person started."""
-PART_OF = "DTRAIN_PART_OF"
-"""The variable in a launch's environment that says of what its job is a part; unset for a job that stands alone."""
 FLEET, SEARCH = "fleet", "search"
+"""Of what a job may be a part (`trainer.runtime.launch.GivenOrder`)."""
 _RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def kind_of_end(state: JobState, result: Mapping[str, Any], launch: int) -> Noti
 
 def is_told(kind: NoticeKind, job_id: str, env: Mapping[str, Any]) -> bool:
     """Return whether people want this notice of a job. ``env``: the environment of its launch."""
-    return not job_id.startswith(UNTOLD) and kind in _OF_PARTS.get(str(env.get(PART_OF, "")), {kind})
+    return not job_id.startswith(UNTOLD) and kind in _OF_PARTS.get(GivenOrder.read(env).part_of, {kind})
 
 
 def write_notice(rundir: RunDir, kind: NoticeKind, launch: Mapping[str, Any]) -> tuple[str, str]:

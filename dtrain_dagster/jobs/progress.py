@@ -30,6 +30,7 @@ from trainer.errors import DamagedError
 from trainer.model.allowed_factories import refuse_foreign_factories
 from trainer.printable import visible
 from trainer.rundir import EVALUATION, JOB, LAUNCH, LIMIT, RESULT, RunDir
+from trainer.runtime.launch import with_order
 
 REGISTRATION = "registration.json"
 """File of a run directory: the name, version and alias under which the model was registered."""
@@ -235,7 +236,7 @@ def spec_of(
         node_count=node_count,
         processes_per_node=processes_per_node,
         master_port=job.training.master_port,
-        env={**env, **({"DTRAIN_RUN_DIR": job.run_dir} if command else {})},
+        env=with_order(env, run_dir=job.run_dir) if command else {**env},
         keep_failed_seconds=keep_failed_seconds,
         elastic=True,
     )

@@ -23,13 +23,14 @@ from dtrain_dagster.support.user_code import digest_sources
 from dtrain_dagster.support.user_sources import script_sources
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.performance.memory import ModelBytes
+from trainer.runtime.launch import LAUNCH, ORDER, with_order
 
 DESCRIBE_SECONDS = 600.0
 """The most seconds that a script may take until it calls fit: it reads its data before."""
 _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _OURS = f"{Path(trainer.__file__ or '').parent}{os.sep}"
 _PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DTRAIN_LAUNCH", "DTRAIN_RUN_DIR")
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", LAUNCH, ORDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def describe_script(
         answer = Path(folder, "job.json")
         own = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
         asked = [*overrides, f"run_dir={json.dumps(run_dir)}"]  # whose checkpoints are looked at
-        own |= {**(environment or {}), "DTRAIN_DESCRIBE_JOB": str(answer), "DTRAIN_SET": json.dumps(asked)}
+        own |= with_order(environment or {}, describe=str(answer), overrides=tuple(asked))
         try:
             done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=DESCRIBE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import GPUClusterManager
-from dtrain_dagster.clusters.notices import PART_OF, RETRIES, send_once
+from dtrain_dagster.clusters.notices import RETRIES, send_once
 from dtrain_dagster.clusters.notices import SEARCH as SEARCH_PART
 from dtrain_dagster.costs.estimate import LearnedCorrection, Parts, Sizes
 from dtrain_dagster.costs.tracker import CostTracker
@@ -46,6 +46,7 @@ from trainer.config import JobConfig
 from trainer.documents.places import PlaceError, checked_id
 from trainer.errors import ConfigError
 from trainer.rundir import RunDir
+from trainer.runtime.launch import with_order
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Search:
         request = self.request
         source = TrialSource(parse_space(request.space), request.settings, self._make_job, self.expected)
         fleet = FleetRecords(self._home, request.name)
-        env = {**self._env, PART_OF: SEARCH_PART}
+        env = with_order(self._env, part_of=SEARCH_PART)
         said: set[str] = set()
 
         def look(total_usd: float | None = None) -> None:

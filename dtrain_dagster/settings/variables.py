@@ -164,14 +164,9 @@ GROUPS = (OF_NODES, OF_OTHER_PROGRAMS, OF_MAKE)
 """All groups, in the order of the page that lists them."""
 
 _TOLD = "the process that starts a rank or a node tells it its place; set by hand it would be another job's"
-_ORDERED = "`dtrain train --script` uses it to talk to the script that it describes or starts"
 _READ_ONLY = "dtrain tells a program with it where its run directory is; programs read it, and nobody sets it"
 INTERNAL: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("DTRAIN_INCARNATION", "DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH", "DTRAIN_LAUNCH_NUMBER", "DTRAIN_PART_OF"), _TOLD
-    ),
-    **dict.fromkeys(("DTRAIN_PRESENCE", "DTRAIN_RELEASES_NODES", "DTRAIN_LAUNCH_SECRET_URI", "DTRAIN_TRACKING"), _TOLD),
-    **dict.fromkeys(("DTRAIN_DESCRIBE_JOB", "DTRAIN_RUN_DIR", "DTRAIN_SET"), _ORDERED),
+    **dict.fromkeys(("DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH", "DTRAIN_ORDER"), _TOLD),
     "DTRAIN_SCRIPT_FOLDER": _READ_ONLY,
     "DTRAIN_CLOCK": "a process hands the origin of its clock on to its children",
     "DTRAIN_FAULTS": "tests and benchmarks use it to plant faults",

@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.runtime.launch import Launch
+
 # Before anything is imported that would start threads of its own.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -132,11 +134,9 @@ def _fork(
         _be_node(command, {**environment, **_address(order, node)}, pipe, group, me, order, node)
     with contextlib.suppress(OSError):  # whichever of the two comes first
         os.setpgid(pid, group or pid)
-    incarnation = {
-        "launch": int(environment["DTRAIN_LAUNCH"]),
-        "incarnation": int(environment["DTRAIN_INCARNATION"]),
-    }
-    _note(order, {"node": node, **incarnation, "pid": pid, "time": time.time()})
+    launch = Launch.read(environment)
+    stay = {"launch": launch.number, "incarnation": launch.incarnation}
+    _note(order, {"node": node, **stay, "pid": pid, "time": time.time()})
     return _Child(pid)
 
 

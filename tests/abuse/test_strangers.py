@@ -149,14 +149,16 @@ def at_once(actions: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
 
 SHOWS = """
 import os, pathlib, time
+from trainer.runtime.launch import Launch
+launch = Launch.read(os.environ).number
 out = pathlib.Path({out!r})
 secret = pathlib.Path(os.environ["DTRAIN_LAUNCH_SECRET_FILE"])
-(out / f"{{os.environ['RANK']}}-{{os.environ['DTRAIN_LAUNCH']}}.tmp").write_text(f"{{secret}} {{secret.read_text()}}")
-(out / f"{{os.environ['RANK']}}-{{os.environ['DTRAIN_LAUNCH']}}.tmp").rename(
-    out / f"{{os.environ['RANK']}}-{{os.environ['DTRAIN_LAUNCH']}}")
+(out / f"{{os.environ['RANK']}}-{{launch}}.tmp").write_text(f"{{secret}} {{secret.read_text()}}")
+(out / f"{{os.environ['RANK']}}-{{launch}}.tmp").rename(
+    out / f"{{os.environ['RANK']}}-{{launch}}")
 while not (out / "go").exists():
     time.sleep(0.05)
-if os.environ["DTRAIN_LAUNCH"] == "1":
+if launch == 1:
     os.kill(os.getpid(), 9)
 (pathlib.Path({run_dir!r}) / "result.json").write_text('{{"status": "succeeded", "launch": 2}}')
 """

@@ -25,7 +25,8 @@ TIMING = {
 SCRIPT = """
 import os, sys, time
 from trainer.rundir import RunDir
-rundir, launch, rank = RunDir(sys.argv[1]), int(os.environ["DTRAIN_LAUNCH"]), int(os.environ["RANK"])
+from trainer.runtime.launch import Launch
+rundir, launch, rank = RunDir(sys.argv[1]), Launch.read(os.environ).number, int(os.environ["RANK"])
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} in launch {launch}", flush=True)
 def succeed():
     if rank == 0:
@@ -33,9 +34,9 @@ def succeed():
 """
 """How the program of a real process begins."""
 Steps = tuple[dict[str, Any], ...]
-SAYS: Steps = ({"say": "rank {RANK} of {WORLD_SIZE} in launch {DTRAIN_LAUNCH}"},)
+SAYS: Steps = ({"say": "rank {RANK} of {WORLD_SIZE} in launch {LAUNCH}"},)
 """How a played one does."""
-DONE: Steps = ({"write": "result.json", "content": {"status": "succeeded", "launch": "{DTRAIN_LAUNCH}"}},)
+DONE: Steps = ({"write": "result.json", "content": {"status": "succeeded", "launch": "{LAUNCH}"}},)
 LAST_ONE_DONE: Steps = ({"stay": 2}, *DONE)
 WAITS: Steps = ({"await": "go.json"}, *DONE)
 FAILS: Steps = ({"exit": 1},)

@@ -18,6 +18,7 @@ from tests.azure.stage import A100, DONE, FAILS, FOREVER, LAST_ONE_DONE, V100, S
 from tests.webhook import web_hook
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
+from trainer.runtime.launch import Launch
 from trainer.storage.open import open_storage
 
 pytestmark = pytest.mark.slow
@@ -40,8 +41,8 @@ def test_runs_where_the_nodes_were_got_and_says_so(stage: Stage) -> None:
     with pytest.raises(ClusterError, match="no job"):
         manager.job_status("never-heard-of")
     sent = stage.asked("job.put")[0]["body"]["properties"]
-    assert sent["environmentVariables"]["DTRAIN_LAUNCH"] == "1"
-    assert sent["environmentVariables"]["DTRAIN_PRESENCE"] == "1"
+    told = Launch.read(sent["environmentVariables"])
+    assert (told.number, told.is_elastic, told.records_presence) == (1, True, True)
     assert sent["distribution"]["distributionType"] == "PyTorch"
     assert sent["environmentVariables"]["NCCL_SOCKET_IFNAME"] == "eth"
     assert sent["resources"]["shmSize"] == "2g"
@@ -62,7 +63,8 @@ succeed()
     rundir = RunDir(spec.run_dir)
     until(lambda: "a secret of 32 bytes" in manager.job_logs(spec.job_id), "what the nodes say")
     [sent] = stage.asked("job.put")
-    folder, _, name = sent["body"]["properties"]["environmentVariables"]["DTRAIN_LAUNCH_SECRET_URI"].rpartition("/")
+    told = Launch.read(sent["body"]["properties"]["environmentVariables"])
+    folder, _, name = told.secret_uri.rpartition("/")
     assert not folder.startswith(spec.run_dir)
     secret = open_storage(folder).read(name).decode()
     assert secret not in json.dumps(sent)

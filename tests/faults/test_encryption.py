@@ -23,6 +23,7 @@ from harness.waiting import until
 from harness.worlds import FORKS, OWN_PARTS, Job, be_rank, build
 from trainer.comm.launch_secret import SECRET_FILE, write_launch_secret
 from trainer.elastic.generation_record import generations
+from trainer.runtime.launch import Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SIZE = 3
@@ -74,7 +75,7 @@ class Training:
                 "NODE_RANK": str(node), "WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": self.hosts.address(0), "MASTER_PORT": "29500",
             }  # fmt: skip
-            environment |= {} if is_static else {"DTRAIN_LAUNCH": "1", "DTRAIN_INCARNATION": "1"}
+            environment |= {} if is_static else Launch(is_elastic=True).variables()
             environment |= {SECRET_FILE: str(self.secret)} if secret else {}
             given = ["--config", path, *(arguments or {}).get(node, [])]
             log = str(self.job.run_dir / f"log-{node}.txt")

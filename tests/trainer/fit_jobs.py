@@ -26,6 +26,7 @@ from harness.worlds import Run, free_port, launched
 from trainer import Callback, DistributedConfig, Trainer
 from trainer import Run as TrainingRun
 from trainer.config import TrackingConfig
+from trainer.runtime.launch import Launch
 
 SAMPLES, CLASSES, BATCH = 150, 3, 10
 QUIET = TrackingConfig(tensorboard=False)
@@ -211,7 +212,7 @@ class Scripts(Run):
         for rank in range(world):
             environment = {**launched(rank, world, port=port), "DTRAIN_FAULTS": json.dumps(faults)}
             if launch:
-                environment |= {**launched(rank, world, 1, port), "DTRAIN_LAUNCH": "1", "DTRAIN_INCARNATION": "1"}
+                environment |= {**launched(rank, world, 1, port), **Launch(is_elastic=True).variables()}
             log = self.run_dir.parent / f"{self.run_dir.name}-{rank}.log"
             self.fork(rank, be_script, environment, str(log), str(self.run_dir), options)
         return self

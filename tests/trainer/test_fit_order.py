@@ -24,6 +24,7 @@ from trainer.data.coverage import find_coverage_errors, kind_of_data
 from trainer.engine.own_problem import OwnProblemMaker, describe_own_job
 from trainer.engine.run_job import run_job
 from trainer.rundir import RunDir
+from trainer.runtime.launch import Launch
 
 KILLED = -signal.SIGKILL
 LENGTHS = [21, 13, 1, 25, 9, 18, 0, 31, 12, 2, 14, 5]
@@ -39,7 +40,7 @@ class Nodes(Scripts):
 
     def start_again(self, rank: int, world: int, **options: Any) -> None:
         """Start it as the next incarnation of its node."""
-        environment = launched(rank, world, 1) | {"DTRAIN_LAUNCH": "1", "DTRAIN_INCARNATION": "2"}
+        environment = launched(rank, world, 1) | Launch(incarnation=2, is_elastic=True).variables()
         log = self.run_dir.parent / f"{self.run_dir.name}-{rank}-again.log"
         self.fork(rank, be_script, environment, str(log), str(self.run_dir), options)
 

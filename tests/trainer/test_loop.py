@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 
 from trainer import Callback, Loop, Run, Trainer
 from trainer.config import ConfigError
-from trainer.fit import DESCRIBE, TrainingFailedError
+from trainer.fit import TrainingFailedError
 from trainer.loop import LoopLeftError
 from trainer.rundir import RunDir
+from trainer.runtime.launch import ORDER, with_order
 
 CONFIG: dict[str, Any] = {
     "epochs": 2, "batch_size_per_gpu": 10, "gradient_accumulation_steps": 2, "threads_per_rank": 1,
@@ -184,7 +185,7 @@ def test_a_mean_is_that_of_its_micro_batch(tmp_path: Path) -> None:
 
 def test_a_described_loop_ends_untrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `dtrain train --script` asks for it, before it plans and asks for nodes."""
-    monkeypatch.setenv(DESCRIBE, str(tmp_path / "described.json"))
+    monkeypatch.setenv(ORDER, with_order({}, describe=str(tmp_path / "described.json"))[ORDER])
     model = network()
     loop = new_loop(tmp_path / "run")
     model, optimizer = loop.setup(model, adam(model))

@@ -33,8 +33,6 @@ from trainer.engine.result import write_result
 from trainer.errors import DamagedError
 from trainer.exit_codes import FAILED, LOST
 from trainer.fit import (
-    DESCRIBE,
-    RUN_DIR,
     DistributedConfig,
     FitResult,
     Trainer,
@@ -47,6 +45,7 @@ from trainer.fit import (
 )
 from trainer.model.task import SupervisedTask, Task
 from trainer.rundir import MODEL, RESULT, WEIGHTS, RunDir
+from trainer.runtime.launch import GivenOrder
 
 SHORT_NAMES = {"lr": "learning_rate", "batch_size": "batch_size_per_gpu"}
 """Names of a search's figures, and the settings that they are."""
@@ -181,7 +180,8 @@ class RayTrainer:
         """Raise `ConfigError` where another launcher has started this process as one of its ranks."""
         if find_worker_place() is not None:
             return
-        if RUN_DIR in os.environ or DESCRIBE in os.environ:
+        order = GivenOrder.read(os.environ)
+        if order.run_dir or order.describe:
             refuse(
                 "`dtrain train --script` starts the ranks itself: use trainer.Trainer there, or start the script by "
                 "python FILE.PY"

@@ -8,7 +8,6 @@ loop of their own do not belong here.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.comm.launcher_env import RankFacts, rank_variables
 from trainer.comm.own_address import hold_ports, own_address
 from trainer.config import ConfigError, DistributedTrainingConfig, TrackingConfig
-from trainer.fit import DESCRIBE, OVERRIDES, RUN_DIR, DistributedConfig, FitResult, Trainer
+from trainer.fit import DistributedConfig, FitResult, Trainer
 from trainer.rundir import RunDir
+from trainer.runtime.launch import GivenOrder
 from trainer.strategies import require_package, settings_of_backend, settings_of_deepspeed
 
 Data = Dataset[Any] | DataLoader[Any]
@@ -96,7 +96,7 @@ class PyTorchDDPTrainer:
             self._optimizer = optimizer_like(optimizer, model)
             self._settings = {"schedule": "constant", "warmup_steps": 0, **self._settings}
         DistributedConfig(**self._settings)  # what cannot be used is refused here, and not when it is fitted
-        if DESCRIBE not in os.environ:  # nodes may have what this machine has not
+        if not GivenOrder.read(os.environ).describe:  # nodes may have what this machine has not
             require_package(self._settings["strategy"])
         self._tracking = _tracking(mlflow_tracking)
 
@@ -141,7 +141,7 @@ class HorovodTrainer(PyTorchDDPTrainer):
     def __init__(self, model: nn.Module, *, compression: Any = "none", **options: Any) -> None:
         """``compression``: ``hvd.Compression.fp16`` or ``"fp16"`` for half the bytes, else ``"none"``. ``options``: as
         `PyTorchDDPTrainer` takes them. Raise `ConfigError` where Horovod is not installed."""
-        if DESCRIBE not in os.environ:
+        if not GivenOrder.read(os.environ).describe:
             require_package(self.strategy)
         take_ranks_of_horovod()
         super().__init__(model, communication=name_of_compression(compression), **options)
@@ -264,9 +264,10 @@ def take_ranks_of_horovod() -> None:
 
 def _planned_ranks(config: DistributedTrainingConfig) -> int:
     """Return the ranks that this script's training is planned for: those of its cluster, else of its launcher."""
-    if RUN_DIR in os.environ and DESCRIBE not in os.environ:
-        return RunDir(os.environ[RUN_DIR]).read_job().training.world_size
-    for override in json.loads(os.environ.get(OVERRIDES, "[]")):
+    order = GivenOrder.read(os.environ)
+    if order.run_dir and not order.describe:
+        return RunDir(order.run_dir).read_job().training.world_size
+    for override in order.overrides:
         name, _, value = override.partition("=")
         if name == "training.world_size":
             return int(value)

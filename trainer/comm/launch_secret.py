@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ConfigError
+from trainer.runtime.launch import Launch
 
 SECRET_FILE = "DTRAIN_LAUNCH_SECRET_FILE"
 """In the environment of every rank: the path of a file of this user alone, with the secret as hexadecimal digits."""
-SECRET_URI = "DTRAIN_LAUNCH_SECRET_URI"
-"""The same if nodes share no disk: an address in storage, outside the run directory, that their identity reads."""
 SECRET_BYTES = 32
 _DIGITS = 2 * SECRET_BYTES
 _log = logging.getLogger(__name__)
@@ -69,15 +68,17 @@ def read_launch_secret(environment: Mapping[str, str]) -> LaunchSecret:
     """
     if path := environment.get(SECRET_FILE):
         return LaunchSecret(_parse(_read_private(path), f"{SECRET_FILE}={path}"))
-    if uri := environment.get(SECRET_URI):
+    if uri := Launch.read(environment).secret_uri:
         from trainer.storage.open import open_storage
 
         folder, _, name = uri.rpartition("/")
         try:
             data = open_storage(folder).read(name)
         except FileNotFoundError:
-            raise ConfigError(f"{SECRET_URI}={uri}: there is no such file; submit the job again") from None
-        return LaunchSecret(_parse(data, f"{SECRET_URI}={uri}"))
+            raise ConfigError(
+                f"the secret of this launch, {uri}: there is no such file; submit the job again"
+            ) from None
+        return LaunchSecret(_parse(data, f"the secret of this launch, {uri},"))
     return LaunchSecret()
 
 

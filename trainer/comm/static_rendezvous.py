@@ -58,7 +58,7 @@ def join_world(config: DistributedTrainingConfig, environment: Mapping[str, str]
     if config.tls is not None:
         raise ConfigError(
             "training.tls needs ranks that find each other through the run directory: start the job on a "
-            "cluster (DTRAIN_LAUNCH in the environment), not with a fixed MASTER_ADDR"
+            "cluster, which tells its launch in DTRAIN_LAUNCH, not with a fixed MASTER_ADDR"
         )
     secret = read_launch_secret(environment)
     is_one_host = facts.local_world_size == facts.world_size or is_loopback(facts.master_addr)

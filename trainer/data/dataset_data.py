@@ -28,6 +28,7 @@ from trainer.data.random_state import own_random_state, seed_all
 from trainer.data.sampler import micro_batch_seed
 from trainer.data.torch_loader import ReadOptions, WorkerPool, explain_iterable
 from trainer.errors import ConfigError
+from trainer.runtime.launch import Launch
 
 if TYPE_CHECKING:
     from trainer.data.on_device import DeviceCopies
@@ -160,7 +161,7 @@ class DatasetData(TrainingData):
         and those of the other two, together where they are to be alike. To be called before other threads start
         (`trainer.data.torch_loader`)."""
         # The others wait that long for this rank.
-        has_peers = facts.world_size > 1 or "DTRAIN_LAUNCH" in os.environ
+        has_peers = facts.world_size > 1 or Launch.read(os.environ).is_elastic
         patience = 0.9 * config.collective_timeout_seconds if has_peers else 0.0
         judged = [[split] for split in ("valid", "test") if self._is_worth_workers(split, config)]
         ways = [replace(self.options[split], collate_fn=None, pin_memory=False) for [split] in judged]

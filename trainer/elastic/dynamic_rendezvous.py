@@ -39,6 +39,7 @@ from trainer.elastic.generation import TOLD, Candidate, Generation
 from trainer.elastic.membership import Membership
 from trainer.elastic.peer_watch import PeerWatch
 from trainer.rundir import RunDir
+from trainer.runtime.launch import Launch
 
 OVER = "others have begun a generation without this process"
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class DynamicRendezvous:
     ) -> None:
         self.config, self.facts, self.device, self.job = config, facts, device, job
         self.secret = read_launch_secret(environment)
-        self.launch = int(environment["DTRAIN_LAUNCH"])
+        self.launch = Launch.read(environment).number
         self.member = f"n{facts.node_rank}p{facts.local_rank}-{uuid.uuid4().hex[:8]}"
         self.host = own_address(environment, facts.master_addr)
         self._gpu_name = gpu_name(device)

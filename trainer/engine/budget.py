@@ -28,6 +28,7 @@ from trainer.exit_codes import BUDGET
 from trainer.observability.reporter import write_last_events
 from trainer.rundir import LIMIT, RunDir
 from trainer.runtime import clock
+from trainer.runtime.launch import Launch
 from trainer.runtime.packages import load
 
 COMMIT_SECONDS = 60.0
@@ -64,7 +65,7 @@ def begin_budget(
     def end(budget: Budget) -> None:
         end_at_budget(budget, rundir, regroups_in, steps_done())
 
-    launch = int(environment.get("DTRAIN_LAUNCH", "1"))
+    launch = Launch.read(environment).number
     return Budget(rundir, config.max_node_seconds or math.inf, launch, facts.node_count, end)
 
 

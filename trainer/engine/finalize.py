@@ -23,7 +23,7 @@ def finalize(session: Session) -> dict[str, Any]:
     """Evaluate and write the best model, and return the fields of ``result.json``, and this process's ``rank``. This is
     a collective, which can be done again after a `GroupError`: the state of training is left as it was.
 
-    Where the cluster releases a node that ends (`trainer.exit_codes.RELEASES_NODES`), ranks other than 0 return
+    Where the cluster releases a node that ends (`trainer.runtime.launch.Launch`), ranks other than 0 return
     once they have nothing more to do; rank 0 then writes alone what is left."""
     session.faults.reach("finish", session.progress.step)
     session.workload.settle_buffers()

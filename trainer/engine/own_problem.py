@@ -29,6 +29,7 @@ from trainer.model.optimizer_check import try_optimizer
 from trainer.model.optimizers import recipe_for
 from trainer.model.sizes import model_bytes
 from trainer.model.task import SupervisedTask, Task
+from trainer.runtime.launch import Launch
 from trainer.spec import OWN
 
 OWN_LOSSES: dict[str, Callable[[], nn.Module]] = {
@@ -91,7 +92,7 @@ class OwnProblemMaker:
                 f"model.factory = {job.model.factory!r}, loss.factory = {job.loss.factory!r}: {error}"
             ) from None
         # What a cluster has ordered was tried before its nodes were asked for.
-        try_task(module, task, data, job.training, thorough="DTRAIN_LAUNCH" not in os.environ)
+        try_task(module, task, data, job.training, thorough=not Launch.read(os.environ).is_elastic)
         if isinstance(task, SupervisedTask) and isinstance(task.criterion, nn.Module):
             task.criterion.to(device)
         module = module.to(device)

@@ -22,13 +22,12 @@ from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig
 from trainer.engine.budget import begin_budget
 from trainer.engine.reports import RankReports
 from trainer.engine.result import forget_stop
-from trainer.exit_codes import RELEASES_NODES
-from trainer.observability.node_presence import PRESENCE
 from trainer.rundir import RESULT
 from trainer.runtime import clock
 from trainer.runtime.cores import available_cores
 from trainer.runtime.fault_injection import Faults
 from trainer.runtime.host_memory import keep_freed_memory
+from trainer.runtime.launch import Launch
 from trainer.runtime.packages import load
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Participant:
     """This process's identity in a job, and the resources that it holds from start to end. If making it fails, nothing
     is left open.
 
-    In a world of fixed ranks it has joined its peers when it is made. On a cluster (DTRAIN_LAUNCH in the environment)
+    In a world of fixed ranks it has joined its peers when it is made. On a cluster (`Launch.is_elastic`)
     its world is of itself alone until the first generation is formed.
     """
 
@@ -83,14 +82,15 @@ class Participant:
             if given is not None and given != found:
                 raise ConfigError(f"{name} is {found} in the environment, but {given} was asked for")
         self.faults = Faults(environment, facts.node_rank)
-        is_elastic = "DTRAIN_LAUNCH" in environment and self.config.regroup
-        self.launch = int(environment["DTRAIN_LAUNCH"]) if is_elastic else None
+        told = Launch.read(environment)
+        is_elastic = told.is_elastic and self.config.regroup
+        self.launch = told.number if is_elastic else None
         """The launch of the cluster that this process regroups in; None in a world of fixed ranks."""
         if self.launch is None and facts.rank == 0:
             self.rundir.storage.delete(RESULT)  # it is of an earlier start: the result is this start's
         if self.launch is not None:
             forget_stop(self.rundir, self.launch)
-        self.leaves_when_done = is_elastic and environment.get(RELEASES_NODES) == "1"
+        self.leaves_when_done = is_elastic and told.releases_nodes
         """Whether this process leaves as soon as it has nothing to do, before the job has ended."""
         self._is_asked = False
         self._warnings: WarningWatch | None = None
@@ -113,7 +113,7 @@ class Participant:
             if threading.current_thread() is threading.main_thread():
                 # Only now: before this, SIGTERM may end the process at once, since nothing has been done yet.
                 self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-            if environment.get(PRESENCE) == "1":
+            if told.records_presence:
                 self._warnings = load(BEGIN_WATCH)(environment, clock.now, float(max(1, facts.local_world_size)))
             if self.elastic is None:
                 [generation, *_] = self.world.all_gather_object(self.rundir.last_generation() + 1)

@@ -26,6 +26,7 @@ from trainer.engine.steps import NonFiniteError, Steps, carry_out
 from trainer.engine.trainer import DistributedTrainer
 from trainer.errors import DamagedError, NoGenerationError, WorkerHungError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNUSABLE
+from trainer.runtime.launch import Launch
 from trainer.secrets.redaction import redact
 from trainer.storage.base import StorageError
 
@@ -54,7 +55,8 @@ def train_job(
         fields = {"samples": job.training.batch_size_per_gpu, "activation_checkpointing": False, "device": "cpu"}
         trainer.reports.emit("out_of_memory", step=trainer.steps_done, **fields)
         trainer.close(tracking_seconds=5.0)
-        os.environ["DTRAIN_INCARNATION"] = "2"  # faults are injected into the first only
+        second = replace(Launch.read(os.environ), incarnation=2)  # faults are injected into the first only
+        os.environ.update(second.variables())
         moved_job = replace(job, training=replace(job.training, backend="gloo"))
         return (yield from train_job(moved_job, maker, watch))
     if "error" in result:

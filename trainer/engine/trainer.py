@@ -120,7 +120,7 @@ class DistributedTrainer:
     def initialize_distributed(self, world_size: int | None = None, rank: int | None = None) -> None:
         """Find this process's rank and, in a world of fixed ranks, join the peers that the environment names.
 
-        On a cluster (DTRAIN_LAUNCH in the environment) the process only announces itself: the first generation is
+        On a cluster (`Launch.is_elastic`) the process only announces itself: the first generation is
         formed when its data and model are there, in `setup`. Arguments, where given, must agree with the environment.
         """
         self._participant = Participant(self.job, self.reports, os.environ, lambda: self.steps_done, world_size, rank)

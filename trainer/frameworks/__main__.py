@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.comm.launch_secret import SECRET_FILE, SECRET_URI, read_launch_secret
+from trainer.comm.launch_secret import SECRET_FILE, read_launch_secret
 from trainer.comm.launcher_env import RankFacts, rank_facts
 from trainer.config import ConfigError, DistributedTrainingConfig
 from trainer.exit_codes import EVICTED, LOST, UNUSABLE
 from trainer.frameworks.catalogue import FRAMEWORKS, TORCHRUN, explain_missing
 from trainer.frameworks.child import Child
 from trainer.frameworks.meeting import Meeting, MeetingError
-from trainer.observability.node_presence import PRESENCE, record_presence_in
+from trainer.observability.node_presence import record_presence_in
 from trainer.rundir import SCRIPT_FOLDER
+from trainer.runtime.launch import LAUNCH, Launch
 
 _EPILOG = """
 A cluster of dtrain or torchrun starts this once per process, with torchrun's variables. The exit code is the command's;
@@ -71,7 +72,7 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
     with Meeting(facts, secret, environment) as meeting:
         if framework.runs_once:
             # Variables that name the secret stay out of what a framework's own servers inherit.
-            plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, SECRET_URI)}
+            plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, LAUNCH)}
             with record_presence_in(environment.get(SCRIPT_FOLDER, ""), facts, environment) as leaving:
                 leaving.code = int(doing.run(facts, meeting, plain, command, secret))
             leave(leaving.code)
@@ -97,7 +98,7 @@ def run_or_become(
 ) -> NoReturn:
     """Run the command, where this process serves others meanwhile, or has to record the presence of its node; else
     become it: the command then keeps this process's number, its output and what it is sent."""
-    records = environment.get(PRESENCE) == "1" and not facts.local_rank and SCRIPT_FOLDER in environment
+    records = Launch.read(environment).records_presence and not facts.local_rank and SCRIPT_FOLDER in environment
     if not records and not serves:
         sys.stdout.flush()
         sys.stderr.flush()

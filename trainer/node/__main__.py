@@ -42,6 +42,7 @@ from trainer.node.preflight import Judgement, Wanted, judge_node, read_setting
 from trainer.node.preflight_measures import Errand, Measuring
 from trainer.rundir import JOB, LAUNCH, LIMIT, LOGS, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
+from trainer.runtime.launch import Launch
 from trainer.runtime.machine_warnings import NodeWarning, begin_watch
 
 POLL_SECONDS = 0.05
@@ -149,8 +150,9 @@ class NodeAgent:
             and self.clock.now() - node.heard_at(self.clock.now()) < stale_seconds(self.rundir.storage)
         }
         errand = Errand(run_dir=str(self.rundir.storage.local_path()), mode=mode, command=command, peers=tuple(peers))
-        place = {"NODE_RANK": here.node_id, "DTRAIN_INCARNATION": here.incarnation, "DTRAIN_LAUNCH": here.launch}
-        measuring = Measuring(errand, {**os.environ, **self.launch["env"], **{k: str(v) for k, v in place.items()}})
+        told = Launch(number=here.launch, incarnation=here.incarnation).variables()
+        place = {"NODE_RANK": str(here.node_id), **told}
+        measuring = Measuring(errand, {**os.environ, **self.launch["env"], **place})
         while not measuring.is_over() and not self._rests():
             pass
         found = measuring.result()

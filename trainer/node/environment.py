@@ -14,15 +14,15 @@ from typing import Any
 
 from trainer.comm.launch_secret import SECRET_FILE
 from trainer.comm.own_address import HOST, LOOPBACK
-from trainer.exit_codes import RELEASES_NODES
 from trainer.node.gpus import VISIBLE, share_gpus, visible_gpus
 from trainer.node.processes import MARK
+from trainer.runtime.launch import LAUNCH, ORDER, Launch
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 """Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
 """Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint."""
-_OF_A_LAUNCH = ("DTRAIN_LAUNCH", "DTRAIN_INCARNATION", RELEASES_NODES, SECRET_FILE)
+_OF_A_LAUNCH = (LAUNCH, ORDER, SECRET_FILE)
 
 
 class LaunchError(ValueError):
@@ -81,11 +81,12 @@ def node_mark(launch: Mapping[str, Any], node_id: int, incarnation: int) -> str:
 
 
 def rank_environment(launch: Mapping[str, Any], seat: Seat, local_rank: int) -> dict[str, Any]:
-    """Return torchrun's variables for one process; for a process that regroups, also the launch and the
-    incarnation."""
+    """Return torchrun's variables for one process, and its launch."""
     per_node, count, node_id = launch["processes_per_node"], launch["node_count"], seat.node_id
-    of_launch = {"DTRAIN_LAUNCH": launch["launch"], "DTRAIN_INCARNATION": seat.incarnation, RELEASES_NODES: 1}
-    elastic = of_launch if launch["elastic"] else {}
+    is_elastic = bool(launch["elastic"])
+    told = Launch(
+        number=launch["launch"], incarnation=seat.incarnation, is_elastic=is_elastic, releases_nodes=is_elastic
+    )
     return {
         "RANK": node_id * per_node + local_rank,
         "LOCAL_RANK": local_rank,
@@ -99,7 +100,7 @@ def rank_environment(launch: Mapping[str, Any], seat: Seat, local_rank: int) -> 
         "PYTHONUNBUFFERED": 1,
         MARK: node_mark(launch, node_id, seat.incarnation),
         **({SECRET_FILE: seat.secret} if seat.secret else {}),
-        **elastic,
+        **told.variables(),
     }
 
 

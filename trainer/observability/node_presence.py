@@ -1,4 +1,4 @@
-"""A node's own record of its time in the job, where nothing else watches it from outside (DTRAIN_PRESENCE=1).
+"""A node's own record of its time in the job, where nothing else watches it from outside (`Launch.records_presence`).
 
 On a cluster whose nodes we cannot look into, local rank 0 writes the node's `NodePresence` and refreshes it; the
 orchestrator that pays for the node reads it. A node that vanishes writes no end: the time when it was last seen counts.
@@ -22,10 +22,8 @@ from trainer.documents.presences import NodePresence, heartbeat_seconds
 from trainer.exit_codes import EVICTED
 from trainer.rundir import RunDir
 from trainer.runtime import clock
+from trainer.runtime.launch import Launch
 
-PRESENCE = "DTRAIN_PRESENCE"
-LAUNCH_NUMBER = "DTRAIN_LAUNCH_NUMBER"
-"""Variable: the number of the launch of a program that cannot regroup, which DTRAIN_LAUNCH would promise."""
 LAST_WORD_SECONDS = 15.0
 """The seconds for which the end of a process waits for its record of it."""
 _log = logging.getLogger(__name__)
@@ -132,10 +130,7 @@ class BlockExit:
 
 
 def _begin(run_dir: str, facts: RankFacts, environment: Mapping[str, str]) -> PresenceRecorder | None:
-    if environment.get(PRESENCE) != "1" or facts.local_rank != 0:
+    launch = Launch.read(environment)
+    if not launch.records_presence or facts.local_rank != 0:
         return None
-    try:
-        launch = int(environment.get("DTRAIN_LAUNCH") or environment.get(LAUNCH_NUMBER) or 1)
-    except ValueError:
-        return None  # the trainer refuses it, and says why
-    return PresenceRecorder(RunDir(run_dir), facts.node_rank, launch, psutil.Process().create_time())
+    return PresenceRecorder(RunDir(run_dir), facts.node_rank, launch.number, psutil.Process().create_time())

@@ -21,10 +21,9 @@ from typing import Any, Protocol
 
 from trainer.config import JobConfig
 from trainer.rundir import EVENTS, RunDir, SeenFiles, event, event_file, flush_seconds
+from trainer.runtime.launch import GivenOrder
 from trainer.secrets.redaction import redact
 
-TRACKING_OF_LAUNCH, OFF = "DTRAIN_TRACKING", "off"
-"""Variable and value of a launch that is not written to MLflow; ``job.json`` stays as it was begun."""
 OPENING_SECONDS = 10.0
 """The most seconds that training waits at its start for the sinks to be open: their imports take the interpreter away
 from steps, and all ranks would wait for this one in each of them."""
@@ -294,6 +293,6 @@ def sinks_of(job: JobConfig, rundir: RunDir, rank: int) -> list[Callable[[], Sin
     factories: list[Callable[[], Sink]] = []
     if rank == 0 and job.tracking.tensorboard:
         factories.append(open_tensorboard)
-    if rank == 0 and job.tracking.mlflow_tracking_uri and os.environ.get(TRACKING_OF_LAUNCH) != OFF:
+    if rank == 0 and job.tracking.mlflow_tracking_uri and GivenOrder.read(os.environ).is_tracked:
         factories.append(open_mlflow)
     return factories

@@ -1,9 +1,9 @@
 """Faults injected through the environment: tests break the real trainer at an exact point of a step.
 
 DTRAIN_FAULTS is a JSON list of ``{"kind", "at", "step", "node"}``: when the process of that node reaches that point of
-that step (0-based, the one being done), the fault happens, once, in the node's first incarnation only
-(DTRAIN_INCARNATION). With ``"every": true`` it happens each time, such as a sleep in every step of a slow node. A sleep
-with ``"until"`` ends before its ``"seconds"`` once there is a file of that path.
+that step (0-based, the one being done), the fault happens, once, in the node's first incarnation only. With
+``"every": true`` it happens each time, such as a sleep in every step of a slow node. A sleep with ``"until"`` ends
+before its ``"seconds"`` once there is a file of that path.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from trainer.errors import ConfigError
+from trainer.runtime.launch import Launch
 
 Kind = Literal["kill", "stop", "oom", "gpu_oom", "raise", "sigterm", "sleep"]
 Point = Literal[
@@ -48,7 +49,7 @@ class Faults:
 
     def __init__(self, environment: Mapping[str, str], node: int) -> None:
         listed = json.loads(environment.get("DTRAIN_FAULTS") or "[]")
-        first_incarnation = environment.get("DTRAIN_INCARNATION", "1") == "1"
+        first_incarnation = Launch.read(environment).incarnation == 1
         for fault in listed:
             if fault.get("kind") not in get_args(Kind) or fault.get("at") not in get_args(Point):
                 raise ConfigError(f"DTRAIN_FAULTS holds {fault!r}; kinds: {get_args(Kind)}, points: {get_args(Point)}")

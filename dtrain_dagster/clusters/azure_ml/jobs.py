@@ -34,9 +34,9 @@ from dtrain_dagster.clusters.submission import Request, as_comment
 from dtrain_dagster.support.audit import AuditLog
 from dtrain_dagster.support.user_code import stage_for_nodes
 from dtrain_dagster.support.user_sources import StagingError
-from trainer.comm.launch_secret import SECRET_BYTES, SECRET_URI
-from trainer.observability.node_presence import LAUNCH_NUMBER
+from trainer.comm.launch_secret import SECRET_BYTES
 from trainer.rundir import RunDir
+from trainer.runtime.launch import Launch
 from trainer.storage.open import open_storage
 
 JOB_TAG, LAUNCH_TAG, TOKEN_TAG, RUN_DIR_TAG, RUN_TAG = (
@@ -180,11 +180,15 @@ class Jobs:
         return made
 
     def _variables(self, record: Record) -> dict[str, str]:
-        own = {"DTRAIN_PRESENCE": "1", "PYTHONUNBUFFERED": "1"}
+        told = Launch(
+            number=record["launch"],
+            is_elastic=bool(record["elastic"]),
+            records_presence=True,
+            secret_uri="/".join(self._secret_of(record)),  # only where: job variables are readable
+        )
+        own = {**told.variables(), "PYTHONUNBUFFERED": "1"}
         if account := os.environ.get(ACCOUNT_URL):  # an address, never a key
             own[ACCOUNT_URL] = account
-        own[SECRET_URI] = "/".join(self._secret_of(record))  # only where: job variables are readable
-        own["DTRAIN_LAUNCH" if record["elastic"] else LAUNCH_NUMBER] = str(record["launch"])
         if self.options.identity_client_id:
             own["AZURE_CLIENT_ID"] = self.options.identity_client_id
         # Folders of this machine mean nothing on a node; the code that goes along is in the working directory there.

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.azure.emulator.storage import Blobs
+from trainer.runtime.launch import Launch
 
 WORD = "played"
 LOOK_SECONDS = 0.1
@@ -83,13 +84,14 @@ class Played:
     def _play(self, steps: list[dict[str, Any]], environment: dict[str, str], output: Path) -> Iterator[int | None]:
         """None as often as it is asked before it ends, then its exit code."""
         output.touch()
+        launch = Launch.read(environment).number
         for step in steps:
             if "say" in step:
                 with output.open("a") as log:
-                    print(step["say"].format_map(environment), file=log)
+                    print(step["say"].format_map({**environment, "LAUNCH": launch}), file=log)
             elif "write" in step:
                 if environment["RANK"] == "0":
-                    text = json.dumps(step["content"]).replace('"{DTRAIN_LAUNCH}"', environment["DTRAIN_LAUNCH"])
+                    text = json.dumps(step["content"]).replace('"{LAUNCH}"', str(launch))
                     self._write(step["write"], text.encode())
             elif "await" in step:
                 while not self._exists(step["await"]):
@@ -97,7 +99,7 @@ class Played:
                     while time.monotonic() - looked < LOOK_SECONDS:
                         yield None
             elif "stay" in step:
-                while step["stay"] is None or int(environment["DTRAIN_LAUNCH"]) < step["stay"]:
+                while step["stay"] is None or launch < step["stay"]:
                     yield None
             elif "exit" in step:
                 yield int(step["exit"])

@@ -41,7 +41,7 @@ def test_a_training_is_shown_with_its_price_and_its_checks_and_leaves_nothing(tm
     assert "ok: local: nodes are processes of this machine" in done.stderr
     assert done.stderr.endswith("dry run: nothing was bought, submitted or written\n")
     assert f"-m trainer --config {tmp_path}/home/storage/jobs/night/job.json" in done.stdout
-    assert " DTRAIN_TRACKING=off " in done.stdout, (
+    assert """ 'DTRAIN_ORDER={"is_tracked": false}' """ in done.stdout, (
         "a training that goes on says so too, though job.json names an MLflow"
     )
     assert "# node 1: the same, with NODE_RANK, GROUP_RANK = K and RANK = K" in done.stdout

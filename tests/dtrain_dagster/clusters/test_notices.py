@@ -17,7 +17,6 @@ from dtrain_dagster.clusters import notices
 from dtrain_dagster.clusters.base import OWNER, JobState
 from dtrain_dagster.clusters.notices import (
     NOTICES,
-    PART_OF,
     NoticeKind,
     describe_place,
     is_told,
@@ -30,6 +29,7 @@ from harness.waiting import until
 from tests.loopback import LoopbackServer
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, RESULT, STATUS, RunDir
+from trainer.runtime.launch import with_order
 from trainer.runtime.retry import RetryPolicy
 
 
@@ -200,7 +200,7 @@ def test_a_link_that_a_node_has_written_is_not_sent(tmp_path: Path, hook: Hook) 
 def test_what_is_told_of_the_jobs_of_fleets_and_searches() -> None:
     kinds: tuple[NoticeKind, ...] = ("finished", "failed", "budget", "goes_on", "waits")
     for part, expected in (("", kinds), ("fleet", ("finished", "failed", "waits")), ("search", ())):
-        env = {PART_OF: part} if part else {}
+        env = with_order({}, part_of=part)
         assert tuple(kind for kind in kinds if is_told(kind, "a", env)) == expected
     assert not is_told("failed", "probe-1", {})
 

@@ -13,12 +13,13 @@ from typing import Any
 from trainer.engine.result import write_result
 from trainer.exit_codes import DONE, EVICTED
 from trainer.rundir import RunDir, event
+from trainer.runtime.launch import GivenOrder, Launch
 
 PROGRESS = "progress.json"
 
 
 def main(seconds: float, ending: str) -> int:
-    rundir, launch = RunDir(os.environ["DTRAIN_RUN_DIR"]), int(os.environ["DTRAIN_LAUNCH"])
+    rundir, launch = RunDir(GivenOrder.read(os.environ).run_dir), Launch.read(os.environ).number
     is_first = os.environ["RANK"] == "0"
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))

@@ -16,7 +16,7 @@ from trainer.adapters.ray_worker import Reporter
 from trainer.comm.launcher_env import RankFacts, rank_facts, rank_variables
 from trainer.config import ConfigError
 from trainer.engine.interruptions import Stopped
-from trainer.fit import DESCRIBE
+from trainer.runtime.launch import ORDER, with_order
 
 
 def test_values_of_a_search_are_settings_or_the_models() -> None:
@@ -88,14 +88,15 @@ def test_classes_are_right_by_number_and_by_probability() -> None:
     assert is_right(outputs, torch.tensor([[0.0, 1.0], [0.3, 0.7]])).tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", DESCRIBE])
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", ORDER])
 def test_other_launchers_are_refused_by_name(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trainer = RayTrainer(network(), run_dir=tmp_path / "run")
     # Ray Train's local mode, where another test has used it in this process, leaves its marks of a worker.
     monkeypatch.setattr(ray_trainer, "find_worker_place", lambda: None)
-    monkeypatch.setenv(variable, "2" if variable == "WORLD_SIZE" else str(tmp_path / "described"))
+    others = {"WORLD_SIZE": "2", **with_order({}, describe=str(tmp_path / "described"))}
+    monkeypatch.setenv(variable, others[variable])
     with pytest.raises(ConfigError, match=r"python FILE\.PY"):
         trainer.fit(points())
     assert not (tmp_path / "run").exists()
-    if variable == DESCRIBE:
+    if variable == ORDER:
         assert "error" in (tmp_path / "described").read_text()

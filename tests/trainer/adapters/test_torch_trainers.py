@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from trainer.adapters.torch_trainers import (
 from trainer.config import ConfigError
 from trainer.fit import DistributedConfig
 from trainer.rundir import RunDir
+from trainer.runtime.launch import ORDER, with_order
 
 FEW: dict[str, Any] = {"batch_size": 10, "epochs": 1, "threads_per_rank": 1, "verbose": False}
 
@@ -79,8 +79,8 @@ def test_the_launcher_decides_the_number_of_ranks() -> None:
 def test_more_ranks_than_were_started_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="2 GPUs are requested"):
         PyTorchDDPTrainer(network(), num_gpus=2, **FEW).fit(points())
-    monkeypatch.setenv("DTRAIN_DESCRIBE_JOB", "/nowhere/job.json")
-    monkeypatch.setenv("DTRAIN_SET", json.dumps(["training.epochs=2", "training.world_size=3"]))
+    overrides = ("training.epochs=2", "training.world_size=3")
+    monkeypatch.setenv(ORDER, with_order({}, describe="/nowhere/job.json", overrides=overrides)[ORDER])
     with pytest.raises(ConfigError, match="2 GPUs are requested, but this script was started on 3 ranks"):
         PyTorchDDPTrainer(network(), num_gpus=2, **FEW).fit(points())
 

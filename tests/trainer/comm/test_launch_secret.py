@@ -11,13 +11,13 @@ import pytest
 
 from trainer.comm.launch_secret import (
     SECRET_FILE,
-    SECRET_URI,
     LaunchSecret,
     read_launch_secret,
     warn_if_unauthenticated,
     write_launch_secret,
 )
 from trainer.errors import ConfigError
+from trainer.runtime.launch import Launch
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def test_what_is_no_file_is_refused_at_once(file: Path) -> None:
 
 def test_where_nodes_share_no_disk_it_is_read_from_storage(tmp_path: Path) -> None:
     (tmp_path / "launch").write_text("ab" * 32)
-    assert read_launch_secret({SECRET_URI: f"{tmp_path}/launch"}) == LaunchSecret(b"\xab" * 32)
-    with pytest.raises(ConfigError, match=f"{SECRET_URI}=.*there is no such file"):
-        read_launch_secret({SECRET_URI: f"{tmp_path}/other"})
+    assert read_launch_secret(Launch(secret_uri=f"{tmp_path}/launch").variables()) == LaunchSecret(b"\xab" * 32)
+    with pytest.raises(ConfigError, match=r"the secret of this launch.*there is no such file"):
+        read_launch_secret(Launch(secret_uri=f"{tmp_path}/other").variables())
 
 
 def test_what_strangers_can_do_is_said_once_at_rank_0(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,6 +29,7 @@ from trainer.engine.budget import (
 from trainer.engine.trainer import DistributedTrainer
 from trainer.exit_codes import BUDGET
 from trainer.rundir import LIMIT, RunDir
+from trainer.runtime.launch import Launch
 
 NewJob = Callable[..., Job]
 
@@ -117,7 +118,7 @@ def test_a_job_that_is_done_cannot_run_out_of_budget(
 
     monkeypatch.setattr(DistributedTrainer, "close", closes_late)
     monkeypatch.setattr(os, "_exit", exits.append)
-    job = new_job(environment={"DTRAIN_LAUNCH": "1"}, max_node_seconds=1e9, max_steps=2, regroup=regroup)
+    job = new_job(environment=Launch(is_elastic=True).variables(), max_node_seconds=1e9, max_steps=2, regroup=regroup)
     assert job.run_here() == 0
     assert not exits
     assert (job.result()["status"], job.result()["launch"]) == ("succeeded", 1 if regroup else None)

@@ -13,9 +13,11 @@ from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_s
 from trainer.observability import node_presence as presences
 from trainer.observability.node_presence import PresenceRecorder, record_presence, write_last_presence
 from trainer.rundir import RunDir
+from trainer.runtime.launch import Launch
 from trainer.storage.open import open_storage
 
-ASKED = {"DTRAIN_PRESENCE": "1", "DTRAIN_LAUNCH": "3", "RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1"}
+TOLD = Launch(number=3, records_presence=True).variables()
+ASKED = {**TOLD, "RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "1"}
 NODE = {**ASKED, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 
 ENDED = """
@@ -24,7 +26,7 @@ from trainer.config import DatasetRef, JobConfig
 from trainer.observability.node_presence import record_presence
 from trainer.rundir import RunDir
 job = JobConfig(job_id="test", run_dir=sys.argv[1], dataset=DatasetRef(uri="x"))
-with record_presence(job, {"DTRAIN_PRESENCE": "1"}) as leaving:
+with record_presence(job, {"DTRAIN_LAUNCH": '{"records_presence": true}'}) as leaving:
     while not RunDir(job.run_dir).nodes():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -71,7 +73,7 @@ def test_a_node_that_is_there_says_so_again_and_again(job: JobConfig, monkeypatc
 
 @pytest.mark.parametrize(
     "environment",
-    [{}, {**NODE, "DTRAIN_PRESENCE": "0"}, {**NODE, "LOCAL_RANK": "1"}, {**NODE, "RANK": "nonsense"}],
+    [{}, {**NODE, **Launch(number=3).variables()}, {**NODE, "LOCAL_RANK": "1"}, {**NODE, "RANK": "nonsense"}],
     ids=["by itself", "not asked", "another of the node", "an environment that the trainer refuses"],
 )
 def test_only_who_is_asked_and_first_on_its_node_writes(job: JobConfig, environment: dict[str, str]) -> None:

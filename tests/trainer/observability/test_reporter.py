@@ -16,9 +16,10 @@ from harness.waiting import until
 from trainer.config import DatasetRef, JobConfig, TrackingConfig
 from trainer.observability import reporter as metrics
 from trainer.observability.mlflow_sink import KIND_TAG, MLflowSink, is_shown
-from trainer.observability.reporter import OFF, TRACKING_OF_LAUNCH, Reporter, Sink, sinks_of
+from trainer.observability.reporter import Reporter, Sink, sinks_of
 from trainer.observability.scalars import NODE, Scalars, TensorBoardSink
 from trainer.rundir import EVALUATION, TRACKING, RunDir, SeenFiles, event
+from trainer.runtime.launch import ORDER, with_order
 from trainer.storage.open import open_storage
 
 NOW = 1_700_000_000.0
@@ -383,5 +384,5 @@ def test_only_rank_0_reports_elsewhere_and_a_launch_may_be_kept_out_of_mlflow(
     described, rundir = job(tmp_path, "http://127.0.0.1:1"), RunDir(str(tmp_path))
     both = sinks_of(described, rundir, 0)
     assert sinks_of(described, rundir, 1) == []
-    monkeypatch.setenv(TRACKING_OF_LAUNCH, OFF)
+    monkeypatch.setenv(ORDER, with_order({}, is_tracked=False)[ORDER])
     assert len(sinks_of(described, rundir, 0)) == len(both) - 1

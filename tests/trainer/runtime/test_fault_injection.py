@@ -18,11 +18,12 @@ from harness.worlds import FORKS
 from trainer.config import ConfigError
 from trainer.engine.out_of_memory import is_out_of_memory
 from trainer.runtime.fault_injection import Faults, InjectedError
+from trainer.runtime.launch import Launch
 
 
-def faults(*listed: dict[str, Any], node: int = 0, stay: str | None = None) -> Faults:
+def faults(*listed: dict[str, Any], node: int = 0, stay: int = 1) -> Faults:
     environment = {"DTRAIN_FAULTS": json.dumps(listed)}
-    return Faults(environment if stay is None else {**environment, "DTRAIN_INCARNATION": stay}, node)
+    return Faults({**environment, **Launch(incarnation=stay).variables()}, node)
 
 
 RAISE = {"kind": "raise", "at": "forward", "step": 3, "node": 0}
@@ -68,8 +69,8 @@ def test_a_sleep_ends_with_a_file(tmp_path: Path) -> None:
 
 def test_it_happens_to_its_node_in_its_first_stay_only() -> None:
     assert happened(faults(RAISE, node=1), ("forward", 3)) == []
-    assert happened(faults(RAISE, stay="1"), ("forward", 3)) == [("forward", 3)]
-    assert happened(faults(RAISE, stay="2"), ("forward", 3)) == []
+    assert happened(faults(RAISE, stay=1), ("forward", 3)) == [("forward", 3)]
+    assert happened(faults(RAISE, stay=2), ("forward", 3)) == []
     assert happened(Faults({}, 0), ("forward", 3)) == []
     assert happened(Faults({"DTRAIN_FAULTS": ""}, 0), ("forward", 3)) == []
 
@@ -88,7 +89,7 @@ def test_what_cannot_be_injected_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"DTRAIN_FAULTS holds .*kinds: .*points: "):
         faults(wrong)
     with pytest.raises(ConfigError):
-        faults(wrong, node=7, stay="2")
+        faults(wrong, node=7, stay=2)
 
 
 def be_victim(fault: dict[str, Any], said: str) -> None:

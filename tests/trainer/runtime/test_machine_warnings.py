@@ -16,6 +16,7 @@ from trainer.config import parse_job
 from trainer.engine.interruptions import Stopped
 from trainer.engine.trainer import DistributedTrainer
 from trainer.runtime import machine_warnings as warnings
+from trainer.runtime.launch import Launch
 from trainer.runtime.machine_warnings import (
     LEAVE_SECONDS,
     NodeWarning,
@@ -135,7 +136,7 @@ def test_a_node_that_nobody_else_watches_saves_a_checkpoint_and_leaves(
 ) -> None:
     job = new_job(world_size=1, gradient_accumulation_steps=1, max_steps=10_000, checkpoint_frequency=1_000_000)
     for name, value in (
-        ("DTRAIN_CACHE", job.environment["DTRAIN_CACHE"]), ("DTRAIN_PRESENCE", "1"),
+        ("DTRAIN_CACHE", job.environment["DTRAIN_CACHE"]), *Launch(records_presence=True).variables().items(),
         (warnings.URL, f"{service.url}/vm_1"),
     ):  # fmt: skip
         monkeypatch.setenv(name, value)

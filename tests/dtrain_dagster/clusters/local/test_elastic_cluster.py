@@ -20,15 +20,18 @@ from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from harness.waiting import until
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
+from trainer.runtime.launch import Launch
 
 pytestmark = pytest.mark.slow
 
 WORK = """
 import json, signal
-INCARNATION, LAUNCH, RUN = int(os.environ["DTRAIN_INCARNATION"]), int(os.environ["DTRAIN_LAUNCH"]), Path(__file__).stem
+from trainer.runtime.launch import Launch
+told = Launch.read(os.environ)
+INCARNATION, LAUNCH, RUN = told.incarnation, told.number, Path(__file__).stem
 HOME = OUT / "home" / "storage" / "jobs" / RUN
 def up():
-    keep = ("RANK", "WORLD_", "LOCAL_", "NODE_", "MASTER_", "DTRAIN_LAUNCH", "DTRAIN_INCARNATION", "GLOO_", "OMP_")
+    keep = ("RANK", "WORLD_", "LOCAL_", "NODE_", "MASTER_", "DTRAIN_LAUNCH", "GLOO_", "OMP_")
     env = {name: value for name, value in os.environ.items() if name.startswith(keep)}
     file = OUT / f"up-{LAUNCH}-{RANK}-{INCARNATION}"
     (OUT / f"{file.name}.tmp").write_text(json.dumps({"pid": os.getpid(), "env": env}))
@@ -79,7 +82,7 @@ def test_a_lost_node_is_replaced_by_one_like_it(cluster, elastic):
     first, other = started(cluster, 1, 1, 1), started(cluster, 1, 0, 1)
     os.kill(first["pid"], signal.SIGTERM)
     second = started(cluster, 1, 1, 2)
-    assert second["env"] == first["env"] | {"DTRAIN_INCARNATION": "2"}
+    assert second["env"] == first["env"] | replace(Launch.read(first["env"]), incarnation=2).variables()
     assert psutil.pid_exists(other["pid"])
     assert cluster.manager.job_status("grows").nodes_alive == 2
     assert "incarnation 2" in cluster.manager.monitor_health().nodes[1].message

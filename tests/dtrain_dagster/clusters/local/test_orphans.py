@@ -125,7 +125,8 @@ def test_of_a_supervisor_and_a_reaper_killed_together(cluster, daemons):
 
 def test_of_one_node_while_the_others_go_on(cluster):
     script = """
-    daemon(f"daemon-{RANK}-{os.environ['DTRAIN_INCARNATION']}")
+    from trainer.runtime.launch import Launch
+    daemon(f"daemon-{RANK}-{Launch.read(os.environ).incarnation}")
     (OUT / f"pid-{RANK}").write_text(str(os.getpid()))
     time.sleep(300)
     """

@@ -17,6 +17,7 @@ from trainer.exit_codes import LOST
 from trainer.node.environment import LaunchError, Seat, choose_port, merge_environment, rank_environment
 from trainer.node.line_log import LineLog, last_lines, text_of
 from trainer.node.processes import MARK
+from trainer.runtime.launch import ORDER, GivenOrder, Launch
 
 LAUNCH = {
     "node_count": 3,
@@ -96,16 +97,16 @@ def test_what_wins_in_the_environment():
     assert set(map(type, merged.values())) == {str}
 
 
-def test_launch_and_stay_are_told_to_who_can_regroup_and_to_nobody_else():
+def test_each_process_is_told_its_own_launch_and_stay():
     elastic = rank_environment(LAUNCH | {"elastic": True}, Seat(node_id=2, master_port=5555, incarnation=3), 1)
-    assert (elastic["DTRAIN_LAUNCH"], elastic["DTRAIN_INCARNATION"]) == (4, 3)
-    outer = {"DTRAIN_LAUNCH": "9", "DTRAIN_INCARNATION": "9"}  # of a job that submits this one
+    assert Launch.read(elastic) == Launch(number=4, incarnation=3, is_elastic=True, releases_nodes=True)
+    outer = {**Launch(number=9, is_elastic=True).variables(), ORDER: '{"part_of": "fleet"}'}  # of who submits this one
     plain = merge_environment(
         outer, LAUNCH, Seat(node_id=2), rank_environment(LAUNCH, Seat(node_id=2, master_port=5555), 1)
     )
-    assert not set(outer) & set(plain)
+    assert (Launch.read(plain), GivenOrder.read(plain)) == (Launch(number=4), GivenOrder())
     first = rank_environment(LAUNCH | {"elastic": True}, Seat(node_id=2, master_port=5555), 1)
-    assert {name for name in first if first[name] != elastic[name]} == {"DTRAIN_INCARNATION", MARK}
+    assert {name for name in first if first[name] != elastic[name]} == {"DTRAIN_LAUNCH", MARK}
 
 
 def test_a_taken_port_is_refused_and_a_free_one_found():

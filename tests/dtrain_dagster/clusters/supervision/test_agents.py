@@ -31,8 +31,9 @@ pytestmark = pytest.mark.slow
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
+from trainer.runtime.launch import Launch
 OUT, RANK = Path({out!r}), int(os.environ["RANK"])
-INCARNATION = int(os.environ.get("DTRAIN_INCARNATION", "1"))
+INCARNATION = Launch.read(os.environ).incarnation
 """
 
 
@@ -188,7 +189,8 @@ def test_a_node_that_fails_its_pre_flight_is_replaced_before_it_has_ranks(make_j
         while not (OUT / "began-1-2").exists():
             time.sleep(0.02)
         """,
-        preflight="quick: test $NODE_RANK.$DTRAIN_INCARNATION != 1.1 || { echo its link is down; exit 3; }",
+        preflight="quick: test $NODE_RANK != 1 || echo $DTRAIN_LAUNCH | grep -q incarnation || "
+        "{ echo its link is down; exit 3; }",
     )
     job.start()
     assert job.ends()["replacements"] == 1
