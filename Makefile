@@ -92,13 +92,13 @@ test-fast: setup  ## the cheap ones of the tests, in less than a minute: no worl
 	@$(COMPILE)
 	@python -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadfile --fast $(TESTS)
 
-KUBE_CACHE := $${DTRAIN_TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
+KUBE_CACHE := $${TEST_CACHE:-$$HOME/.cache/dtrain-tests}/kubernetes-1.20.2/bin
 
 # The whole graph and the trainings on several hosts are in one file for all engines.
 ON_ENGINES := --results=out/tests-engines.json tests/engines
 
 kube: setup  ## tests on a real Kubernetes (Linux, root, Debian); its programs are built once, in about 25 minutes, if not given
-	@test -x "$(KUBE_CACHE)/kubectl" -o -d "$${DTRAIN_KUBERNETES_BINARIES:-../shared/kube}" || \
+	@test -x "$(KUBE_CACHE)/kubectl" -o -d "$${KUBERNETES_BINARIES:-../shared/kube}" || \
 	  ./harness/engines/kubernetes_build.sh "$(KUBE_CACHE)"
 	@python -m harness.engines.kubernetes_parts
 	@python -m pytest -n0 $(ON_ENGINES) -k kubernetes

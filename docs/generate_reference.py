@@ -14,6 +14,7 @@ import math
 import os
 import re
 import textwrap
+import tomllib
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +42,7 @@ from dtrain_dagster.settings.nodes import NODE, EngineSettings
 from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
-from dtrain_dagster.settings.variables import GROUPS
+from dtrain_dagster.settings.variables import OF_NODES
 from trainer import config as job_config
 from trainer import rundir
 from trainer.documents import events
@@ -120,11 +121,25 @@ def settings_page() -> str:
             if kind is EngineSettings or not variable_of(kind, name).startswith(NODE)
         )
         text += f"\n## {title}\n\n" + (f"{remark}\n\n" if remark else "") + table(rows, name="variable")
-    for group in GROUPS:
-        lines = (f"| `{name}` | {cell(it.meaning)} | {cell(it.default)} |\n" for name, it in group.variables.items())
-        text += f"\n## {group.title}\n\n{group.remark}\n\n| variable | meaning | default |\n|---|---|---|\n"
+    for title, remark, variables in plain_variables():
+        lines = (
+            f"| `{name}` | {cell(meaning)} | {cell(default)} |\n" for name, (meaning, default) in variables.items()
+        )
+        text += f"\n## {title}\n\n{remark}\n\n| variable | meaning | default |\n|---|---|---|\n"
         text += "".join(lines)
     return text
+
+
+def plain_variables() -> list[tuple[str, str, dict[str, tuple[str, str]]]]:
+    """Return variables that no class of settings has, by group: title, remark, and name → meaning and default."""
+    remark = (
+        "Set them where you start the training, or on a node: on SLURM in a line of `DTRAIN_SLURM_SETUP`, on Ray in "
+        "the environment of `ray start`."
+    )
+    of_nodes = {name: (told.meaning, told.default) for name, told in OF_NODES.items()}
+    groups = tomllib.loads((Path(__file__).parent / "variables.toml").read_text())["groups"]
+    others = [(group["title"], group["remark"], group["variables"]) for group in groups]
+    return [("The processes of a training", remark, of_nodes), *others]
 
 
 def job_page() -> str:

@@ -256,7 +256,7 @@ def build_graph(
     pipeline: Pipeline, settings: Settings, resources: Mapping[str, Any], schedule: str | None = None
 ) -> dg.Definitions:
     """Return a graph's assets, checks, job, schedule and own sensors, with these resources. ``schedule``: cron of the
-    retraining (None: DTRAIN_RETRAIN_CRON)."""
+    retraining (None: Saturday at six)."""
     names, of_prices, of_script = pipeline.names, pipeline.source == "prices", pipeline.source == "script"
     assets: list[dg.AssetsDefinition] = []
     asset_checks: list[dg.AssetChecksDefinition] = [checks.build_estimate_scored(names)]

@@ -19,8 +19,8 @@ from trainer.observability.mlflow_sqlite import ARTIFACTS, make_tables
 
 @functools.cache
 def template() -> Path:
-    """An empty database of this version of MLflow, in ``DTRAIN_TEST_CACHE`` or ``~/.cache``; not to be opened."""
-    cache = Path(os.environ.get("DTRAIN_TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
+    """An empty database of this version of MLflow, in ``TEST_CACHE`` or ``~/.cache``; not to be opened."""
+    cache = Path(os.environ.get("TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
     path = cache / f"mlflow-{version('mlflow')}.db"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)

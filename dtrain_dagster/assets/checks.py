@@ -188,7 +188,7 @@ def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
         dg.AssetCheckSpec(
             COST_CHECK,
             asset=key,
-            description="The training exceeds its estimate by no more than DTRAIN_OVERRUN_FRACTION. The sensor "
+            description="The training exceeds its estimate by no more than 25 %. The sensor "
             "cost_overrun reports it while the training runs, from the cost so far and the projected cost.",
         ),
         dg.AssetCheckSpec(

@@ -40,6 +40,10 @@ from dtrain_dagster.support.secrets import redact
 from trainer.errors import DamagedError
 from trainer.rundir import STATUS, RunDir
 
+WEEKLY, TIMEZONE = "0 6 * * 6", "America/New_York"
+"""Saturday at six, when the week's prices are there."""
+STALE_DAYS = 30.0
+"""The age at which a champion, or its data, is stale."""
 QUIET_SECONDS = 600.0
 """How long a changed file has to stay unchanged: it may still be written."""
 
@@ -47,18 +51,17 @@ QUIET_SECONDS = 600.0
 def build_weekly_schedule(
     settings: Settings, names: GraphNames = STOCK_NAMES, cron: str | None = None
 ) -> dg.ScheduleDefinition:
-    """Return the schedule of a weekly retraining. ``cron``: five fields (None: DTRAIN_RETRAIN_CRON)."""
+    """Return the schedule of a weekly retraining. ``cron``: five fields (None: `WEEKLY`)."""
 
     @dg.schedule(
         name=names.unique("weekly_retraining"),
         job_name=names.unique(TRAIN_JOB),
-        cron_schedule=cron or settings.retrain_cron,
-        execution_timezone=settings.retrain_timezone,
+        cron_schedule=cron or WEEKLY,
+        execution_timezone=TIMEZONE,
         required_resource_keys=names.resources,
         default_status=dg.DefaultScheduleStatus.STOPPED,  # it spends money: a person switches it on
         description=(
-            f"Retrains on the latest {'data' if names.pipeline else 'prices'} once a week: DTRAIN_RETRAIN_CRON says "
-            "when, in DTRAIN_RETRAIN_TIMEZONE. "
+            f"Retrains on the latest {'data' if names.pipeline else 'prices'} once a week, by the time of New York. "
             "Skipped while a training is under way. " + budget_words(settings.retrain_budget_usd)
         ),
     )
@@ -133,7 +136,6 @@ def build_new_data_sensor(
 
 def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
     """Return the sensor that asks for a retraining when the champion is stale."""
-    days = settings.retrain_max_age_days
 
     @dg.sensor(
         name=names.unique("staleness"),
@@ -142,8 +144,8 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
         minimum_interval_seconds=600,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
-            f"Retrains when nothing was trained for {days:g} days, or when the newest prices end {days:g} days after "
-            "those of the latest training (DTRAIN_RETRAIN_MAX_AGE_DAYS). " + budget_words(settings.retrain_budget_usd)
+            f"Retrains when nothing was trained for {STALE_DAYS:g} days, or when the newest prices end {STALE_DAYS:g} "
+            "days after those of the latest training. " + budget_words(settings.retrain_budget_usd)
         ),
     )
     def staleness_sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
@@ -155,7 +157,7 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
             prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
             newest_prices(context.instance, names),
             time.time(),
-            days,
+            STALE_DAYS,
         )
         if isinstance(found, str):
             return dg.SkipReason(found)

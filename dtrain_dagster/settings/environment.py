@@ -10,8 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, cast
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -55,7 +54,15 @@ class EnvironmentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", env_ignore_empty=True, env_prefix=PREFIX)
 
+    RETIRED: ClassVar[Mapping[str, str]] = {}
+    """The end of the name of a variable of before → what to do instead, as a sentence goes on. It is refused: what was
+    asked for by it must not be left out without a word."""
+
     def __init__(self, **given: Any) -> None:
+        prefix = self.model_config["env_prefix"]
+        for name, remedy in self.RETIRED.items():
+            if os.environ.get(f"{prefix}{name}"):
+                raise SettingsError(f"{prefix}{name} {remedy}, and unset this")
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -89,6 +96,12 @@ def split_words(value: object) -> object:
 
 class Settings(EnvironmentSettings):
     """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
+
+    RETIRED: ClassVar[Mapping[str, str]] = {
+        "RETRAIN_CRON": "is gone: give `build_training_assets(…, schedule=…)` the five fields",
+        "RETRAIN_TIMEZONE": "is gone: the weekly retraining goes by the time of New York",
+        "RETRAIN_MAX_AGE_DAYS": "is gone: a champion, or its data, is stale after 30 days",
+    }
 
     home: Path = Field(
         default=Path(DEFAULT),
@@ -169,17 +182,8 @@ class Settings(EnvironmentSettings):
     )
     dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
 
-    retrain_cron: str = Field(
-        default="0 6 * * 6",
-        pattern=r"^\s*(\S+\s+){4}\S+\s*$",
-        description="Schedule of the weekly retraining, once it is switched on: five fields, as cron has them",
-    )
-    retrain_timezone: str = Field(default="America/New_York", description="Time zone of that schedule")
     retrain_budget_usd: float = Field(
         default=0, ge=0, lt=float("inf"), description="Budget of an unattended retraining in dollars; 0: no limit"
-    )
-    retrain_max_age_days: float = Field(
-        default=30, gt=0, lt=float("inf"), description="Age at which the champion, or its data, is stale"
     )
     idle_minutes: float = Field(default=10, gt=0, description="A cluster without work for longer is scaled down")
 
@@ -210,15 +214,6 @@ class Settings(EnvironmentSettings):
                 f"its path holds {found[0]!r}, which addresses of SQLite databases cannot hold; choose another folder"
             )
         return path
-
-    @field_validator("retrain_timezone")
-    @classmethod
-    def _known_zone(cls, name: str) -> str:
-        try:
-            ZoneInfo(name)
-        except (ValueError, OSError, ZoneInfoNotFoundError):
-            raise ValueError("there is no such time zone; give one as America/New_York or UTC") from None
-        return name
 
     @field_validator("preflight")
     @classmethod

@@ -3,17 +3,15 @@ is particular to an engine is in its own settings, which inherit these."""
 
 from __future__ import annotations
 
-import os
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from dtrain_dagster.settings.environment import EnvironmentSettings, SettingsError
+from dtrain_dagster.settings.environment import EnvironmentSettings
 
 NODE = "DTRAIN_NODE_"
-_BEFORE = {"CPU": "CPUS", "CPUS": "CPUS", "GPUS": "GPUS", "MEMORY": "MEMORY_GIB", "PYTHON": "PYTHON"}
-"""The end of the name that a variable of each engine had before → that of the one that took its place."""
 
 
 def node_field(name: str, default: Any, description: str, **bounds: Any) -> Any:
@@ -26,6 +24,13 @@ class EngineSettings(EnvironmentSettings):
     node are the same for all engines."""
 
     model_config = SettingsConfigDict(populate_by_name=True)
+    RETIRED: ClassVar[Mapping[str, str]] = {
+        "CPU": f"is {NODE}CPUS now: set that",
+        "CPUS": f"is {NODE}CPUS now: set that",
+        "GPUS": f"is {NODE}GPUS now: set that",
+        "MEMORY": f"is {NODE}MEMORY_GIB now: set that",
+        "PYTHON": f"is {NODE}PYTHON now: set that",
+    }
 
     cpus: float = node_field("CPUS", 1.0, "CPUs of a node", gt=0, le=4096)
     memory_gib: float | None = node_field(
@@ -38,11 +43,3 @@ class EngineSettings(EnvironmentSettings):
         "Interpreter on the nodes, a full path; unset: the one that submits, on Kubernetes `python3` of the image",
         pattern=r"^/\S+$",
     )
-
-    @classmethod
-    def read(cls, **given: Any) -> Self:
-        prefix = cls.model_config["env_prefix"]
-        for old, new in _BEFORE.items():
-            if os.environ.get(f"{prefix}{old}"):
-                raise SettingsError(f"{prefix}{old} is {NODE}{new} now, on every engine: set that, and unset this")
-        return super().read(**given)

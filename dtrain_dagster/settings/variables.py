@@ -1,8 +1,8 @@
 """Environment variables that are read as they are, without a class of settings; and what is told of the project's
 variables: those that nothing reads, most of them misspelt.
 
-What people may set belongs here with its meaning, by group, and so does what processes hand on to each other, with the
-reason why nobody sets it by hand. Variables with a type, bounds and a check do not belong here: they are fields of
+What people may set belongs here with its meaning, and so does what processes hand on to each other, with the reason why
+nobody sets it by hand. Variables with a type, bounds and a check do not belong here: they are fields of
 `dtrain_dagster.settings.environment.Settings` and of the classes of each cluster. A test finds each of this project's
 variables that the code names, and demands it in one of these places.
 """
@@ -32,137 +32,40 @@ class PlainVariable:
     """What counts where it is unset, in words or as code."""
 
 
-@dataclass(frozen=True, slots=True)
-class VariableGroup:
-    """Variables that are set at the same place."""
-
-    title: str
-    remark: str
-    variables: Mapping[str, PlainVariable]
-
-
-OF_NODES = VariableGroup(
-    "The processes of a training",
-    "Set them where you start the training, or on a node: on SLURM in a line of `DTRAIN_SLURM_SETUP`, on Ray in the "
-    "environment of `ray start`.",
-    {
-        "DTRAIN_CACHE": PlainVariable(
-            "Folder on each node for its copies of datasets; it must be your own, where owners and modes are kept",
-            "`cache` in the home; on nodes of other machines `/tmp/dtrain-cache`; under torchrun `dtrain` in "
-            "`XDG_CACHE_HOME`, else `dtrain-cache-<uid>` in the folder for temporary files",
-        ),
-        "DTRAIN_STOP_GRACE_SECONDS": PlainVariable(
-            "Seconds from SIGTERM to SIGKILL, in which a process that is asked to end can save a checkpoint", "`8`"
-        ),
-        "DTRAIN_PEER_GRACE_SECONDS": PlainVariable(
-            "Seconds that the other processes of a node have to log why one of them failed, before they are ended",
-            "`10`",
-        ),
-        "DTRAIN_METADATA_URL": PlainVariable(
-            "Address of the service that tells a machine when it will be taken away, as Azure's Scheduled Events do; "
-            "`off` asks none",
-            "`http://169.254.169.254` on machines of Azure, else `off`",
-        ),
-        "DTRAIN_HOST": PlainVariable(
-            "Address or name at which the other nodes reach this one, different on each node; see "
-            "[Addresses](../installing.md#addresses)",
-            "found by itself",
-        ),
-        "DTRAIN_INTERFACE": PlainVariable(
-            "Interface whose address that is, such as `ib0`; a node that has no such interface does not start",
-            "`GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME`, where one is set",
-        ),
-        "DTRAIN_LAUNCH_SECRET_FILE": PlainVariable(
-            "For a start by hand (`torchrun`, `srun`): a file of mode 0600 with 64 hexadecimal digits, the same on all "
-            "nodes, by which ranks prove who they are. A cluster of dtrain makes one for each launch",
-            "connections are not authenticated",
-        ),
-    },
-)
+OF_NODES: Mapping[str, PlainVariable] = {
+    "DTRAIN_CACHE": PlainVariable(
+        "Folder on each node for its copies of datasets; it must be your own, where owners and modes are kept",
+        "`cache` in the home; on nodes of other machines `/tmp/dtrain-cache`; under torchrun `dtrain` in "
+        "`XDG_CACHE_HOME`, else `dtrain-cache-<uid>` in the folder for temporary files",
+    ),
+    "DTRAIN_STOP_GRACE_SECONDS": PlainVariable(
+        "Seconds from SIGTERM to SIGKILL, in which a process that is asked to end can save a checkpoint", "`8`"
+    ),
+    "DTRAIN_PEER_GRACE_SECONDS": PlainVariable(
+        "Seconds that the other processes of a node have to log why one of them failed, before they are ended",
+        "`10`",
+    ),
+    "DTRAIN_METADATA_URL": PlainVariable(
+        "Address of the service that tells a machine when it will be taken away, as Azure's Scheduled Events do; "
+        "`off` asks none",
+        "`http://169.254.169.254` on machines of Azure, else `off`",
+    ),
+    "DTRAIN_HOST": PlainVariable(
+        "Address or name at which the other nodes reach this one, different on each node; see "
+        "[Addresses](../installing.md#addresses)",
+        "found by itself",
+    ),
+    "DTRAIN_INTERFACE": PlainVariable(
+        "Interface whose address that is, such as `ib0`; a node that has no such interface does not start",
+        "`GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME`, where one is set",
+    ),
+    "DTRAIN_LAUNCH_SECRET_FILE": PlainVariable(
+        "For a start by hand (`torchrun`, `srun`): a file of mode 0600 with 64 hexadecimal digits, the same on all "
+        "nodes, by which ranks prove who they are. A cluster of dtrain makes one for each launch",
+        "connections are not authenticated",
+    ),
+}
 """Variables of this project that the processes of a job read."""
-OF_OTHER_PROGRAMS = VariableGroup(
-    "Variables of other programs",
-    "dtrain reads these names of other programs and libraries, with their usual meaning. Variables that only such a "
-    "library reads are in its own documentation.",
-    {
-        "DAGSTER_HOME": PlainVariable(
-            "Folder of Dagster's runs, schedules and settings", "`dagster` in the home, for commands of make and dtrain"
-        ),
-        "MLFLOW_DISABLE_TELEMETRY": PlainVariable("Whether MLflow sends nothing to its makers", "`true`"),
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": PlainVariable(
-            "How often the trainer retries an MLflow server that does not answer", "`3`"
-        ),
-        "MLFLOW_TRACKING_URI": PlainVariable(
-            "MLflow server of a script with `HorovodTrainer` or another trainer by a framework's name that asks for "
-            "MLflow"
-        ),
-        "MLFLOW_TRACKING_USERNAME": PlainVariable("User of an MLflow server whose address names none"),
-        "MLFLOW_TRACKING_PASSWORD": PlainVariable("Password of that user"),
-        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": PlainVariable("Whether MLflow draws bars of progress", "`false`"),
-        "OMP_NUM_THREADS": PlainVariable(
-            "CPU threads of a rank, unless `DTRAIN_THREADS_PER_RANK` sets it", "cores / ranks"
-        ),
-        "CUDA_VISIBLE_DEVICES": PlainVariable("GPUs of this machine that its ranks may use", "all"),
-        "GLOO_SOCKET_IFNAME": PlainVariable("As `DTRAIN_INTERFACE`, where that is unset"),
-        "NCCL_SOCKET_IFNAME": PlainVariable("As `DTRAIN_INTERFACE`, where neither of the two is set"),
-        "CXX": PlainVariable("C++ compiler that `training.compile` uses on a CPU", "`g++`"),
-        "XDG_CACHE_HOME": PlainVariable("Folder below which caches are kept", "see `DTRAIN_CACHE`"),
-        "TORCH_EXTENSIONS_DIR": PlainVariable(
-            "Folder of what DeepSpeed compiles", "`dtrain/torch_extensions` below `XDG_CACHE_HOME` or `~/.cache`"
-        ),
-        "DS_ACCELERATOR": PlainVariable("Device that DeepSpeed computes on", "`cpu` without a GPU of NVIDIA's"),
-        "DS_BUILD_OPS": PlainVariable("Whether DeepSpeed compiles its parts when it is imported", "`0`"),
-        "RAY_ADDRESS": PlainVariable(
-            "Ray cluster that a script with `RayTrainer` uses", "a Ray is started on this machine"
-        ),
-        "RAY_AUTH_MODE": PlainVariable("How the Ray that `RayTrainer` starts authenticates its clients", "`token`"),
-        "RAY_AUTH_TOKEN": PlainVariable("The token that authenticates them", "drawn at random"),
-        "RAY_USAGE_STATS_ENABLED": PlainVariable("Whether that Ray sends figures to its makers", "`0`"),
-        "AZURE_STORAGE_ACCOUNT_URL": PlainVariable(
-            "Storage account of `DTRAIN_STORAGE`: `https://account.blob.core.windows.net`"
-        ),
-        "AZURE_STORAGE_CONNECTION_STRING": PlainVariable(
-            "The same with a key, for Azurite and other storage that knows no identities; it comes first"
-        ),
-        "AZURE_CLIENT_ID": PlainVariable("Client id of the managed identity to use", "the system-assigned one"),
-        "AZURE_KEY_VAULT_SUFFIX": PlainVariable(
-            "End of the names of key vaults, in another cloud than the public one", "`vault.azure.net`"
-        ),
-        "ARM_CLOUD_METADATA_URL": PlainVariable(
-            "Description of another cloud, by which `dtrain doctor` knows its registries"
-        ),
-    },
-)
-"""Variables of other programs that people set, and that this project looks at."""
-OF_MAKE = VariableGroup(
-    "make and the scripts of deploy",
-    "Set them in front of the command or behind it: `make run PYTHON=python3.12`.",
-    {
-        "PYTHON": PlainVariable("Interpreter that `.venv` is made with: 3.11 to 3.13", "`python3`"),
-        "TORCH_INDEX": PlainVariable(
-            "Address of a further package index for torch, for a CPU build; torch is then pinned without a hash"
-        ),
-        "SELECT": PlainVariable("Assets that `make run` materializes", "`not group:studies`"),
-        "PORT": PlainVariable("Port of `make ui`, and of an endpoint's container", "`3000`; `5001`"),
-        "TEST_WORKERS": PlainVariable("Processes of `make test`", "`4`"),
-        "TESTS": PlainVariable("Folders or files of tests for `make test`", "all"),
-        "BENCH": PlainVariable("Names of the benchmarks that `make bench` runs", "all that the Makefile lists"),
-        "VERSION": PlainVariable("Version that `make release` makes"),
-        "DRY_RUN": PlainVariable("With any value `make release` only shows what it would do"),
-        "WORKERS": PlainVariable("Processes of an endpoint's container", "`1`"),
-        "DTRAIN_TEST_CACHE": PlainVariable(
-            "Folder in which programs are kept that tests have built or fetched", "`~/.cache/dtrain-tests`"
-        ),
-        "DTRAIN_KUBERNETES_BINARIES": PlainVariable("Folder with built programs of Kubernetes, for `make kube`"),
-        "DTRAIN_HOROVOD_SOURCE": PlainVariable("Horovod's source, `horovod-0.28.1.tar.gz`, where there is no network"),
-        "HOROVOD_GPU_OPERATIONS": PlainVariable("`NCCL` builds Horovod for GPUs", "for CPUs"),
-        "MAKEFLAGS": PlainVariable("Options of make when Horovod is built", "`-j` with the number of cores"),
-    },
-)
-"""Variables that the Makefile and the scripts below deploy read, besides those above."""
-GROUPS = (OF_NODES, OF_OTHER_PROGRAMS, OF_MAKE)
-"""All groups, in the order of the page that lists them."""
-
 _TOLD = "the process that starts a rank or a node tells it its place; set by hand it would be another job's"
 _READ_ONLY = "dtrain tells a program with it where its run directory is; programs read it, and nobody sets it"
 INTERNAL: Mapping[str, str] = {
@@ -185,7 +88,7 @@ def known_variables() -> set[str]:
     from dtrain_dagster.settings.engines import ENGINES
 
     kinds: list[type[EnvironmentSettings]] = [Settings, NoticeSettings, AzureSettings, *ENGINES.values()]
-    names = {*INTERNAL, *(name for group in GROUPS for name in group.variables if is_ours(name))}
+    names = {*INTERNAL, *OF_NODES}
     for kind in kinds:
         names |= {name for field in kind.model_fields if is_ours(name := variable_of(kind, field))}
     return names

@@ -44,11 +44,11 @@ def missing() -> str:
 
 
 def install() -> Path:
-    """The folder in which Azurite lies; made once, by whoever comes first, in ``DTRAIN_TEST_CACHE`` or ``~/.cache``.
+    """The folder in which Azurite lies; made once, by whoever comes first, in ``TEST_CACHE`` or ``~/.cache``.
 
     RuntimeError, with npm's words, where the registry cannot be reached.
     """
-    cache = Path(os.environ.get("DTRAIN_TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
+    cache = Path(os.environ.get("TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
     folder = cache / f"azurite-{VERSION}"
     if (folder / _MAIN).exists():
         return folder

@@ -1,6 +1,6 @@
 """The programs of a real, small Kubernetes for tests: where they come from, and why they are absent where they are.
 
-Kubernetes' own five programs are unpacked from a folder (``DTRAIN_KUBERNETES_BINARIES``, else ``../shared/kube`` beside
+Kubernetes' own five programs are unpacked from a folder (``KUBERNETES_BINARIES``, else ``../shared/kube`` beside
 the checkout), or `make kube` builds them from Debian's source package (``kubernetes_build.sh``). etcd, containerd,
 runc, the network plugins and busybox are Debian's: downloaded by apt and unpacked into the same folder of the cache;
 nothing is installed. Running them belongs in `kubernetes_cluster`.
@@ -52,7 +52,7 @@ def missing() -> str:
 
 def cache_folder() -> Path:
     """The folder in which the programs lie, once `install` has returned."""
-    cache = Path(os.environ.get("DTRAIN_TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
+    cache = Path(os.environ.get("TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
     return cache / f"kubernetes-{VERSION}"
 
 
@@ -76,11 +76,11 @@ def install() -> Path:
 def _take_own(target: Path) -> None:
     if all((target / name).exists() for name in OWN):
         return  # as `kubernetes_build.sh` leaves them
-    given = Path(os.environ.get("DTRAIN_KUBERNETES_BINARIES") or ROOT.parent / "shared" / "kube")
+    given = Path(os.environ.get("KUBERNETES_BINARIES") or ROOT.parent / "shared" / "kube")
     if not given.is_dir():
         raise RuntimeError(
             f"Kubernetes {VERSION} is not here: `make kube` builds it from Debian's source package (25 minutes on two "
-            f"cores), or give a folder with {OWN[0]}.xz and the others in DTRAIN_KUBERNETES_BINARIES"
+            f"cores), or give a folder with {OWN[0]}.xz and the others in KUBERNETES_BINARIES"
         )
     sums = {name: digest for digest, name in map(str.split, (given / "SHA256SUMS").read_text().splitlines())}
     for name in OWN:

@@ -37,7 +37,7 @@ _NAMES = ("slurmctld", "slurmd", "slurmstepd")
 
 def cache_folder() -> Path:
     """The folder in which the programs lie, once `missing` has returned ""."""
-    cache = Path(os.environ.get("DTRAIN_TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
+    cache = Path(os.environ.get("TEST_CACHE") or Path.home() / ".cache" / "dtrain-tests")
     return cache / "slurm"
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from dtrain_dagster.settings.variables import GROUPS, INTERNAL, is_ours
+from dtrain_dagster.settings.variables import INTERNAL, OF_NODES
 from tests.docs.blocks import REFERENCE, ROOT
 
 pytestmark = pytest.mark.lint
@@ -31,7 +31,7 @@ def in_reference() -> set[str]:
 
 
 def test_each_variable_that_the_code_names_is_in_the_reference_or_internal():
-    assert {"DTRAIN_CACHE", "DTRAIN_KUBERNETES_BINARIES"} <= set(named())
+    assert {"DTRAIN_CACHE", "DTRAIN_NOTIFY"} <= set(named())
     told = in_reference() | set(INTERNAL)
     missing = {name: where for name, where in named().items() if name not in told}
     assert missing == {}, "add them to dtrain_dagster/settings/variables.py, or to a class of settings"
@@ -39,6 +39,6 @@ def test_each_variable_that_the_code_names_is_in_the_reference_or_internal():
 
 def test_no_variable_is_told_that_nothing_reads_nor_twice():
     """Those of settings are read by their classes."""
-    plain = {name for group in GROUPS for name in group.variables if is_ours(name)} | set(INTERNAL)
+    plain = {*OF_NODES, *INTERNAL}
     assert plain - set(named()) == set()
     assert in_reference() & set(INTERNAL) == set()

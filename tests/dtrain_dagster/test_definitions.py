@@ -15,6 +15,7 @@ import yaml
 
 from dtrain_dagster.data import sharding
 from dtrain_dagster.definitions import build_defs
+from dtrain_dagster.sensors.retraining import build_weekly_schedule
 from dtrain_dagster.settings.environment import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -143,4 +144,4 @@ def test_workspace_and_module_are_the_same_location():
 
 def test_a_bad_cron_string_is_refused():
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="weekly_retraining"):
-        build_defs(Settings(retrain_cron="every Saturday is too late"))
+        build_weekly_schedule(Settings(), cron="every Saturday is too late")

@@ -6,8 +6,8 @@
 #   appends its own wins;
 # - it takes a torch that was built with CUDA, and any nvcc, for a machine with the whole toolkit. This builds for CPUs,
 #   where sums go over gloo, unless HOROVOD_GPU_OPERATIONS=NCCL is set.
-# Needed: g++, cmake 3.13 or newer, and the network, or the source in DTRAIN_HOROVOD_SOURCE (horovod-0.28.1.tar.gz).
-# The wheel is kept in DTRAIN_TEST_CACHE (~/.cache/dtrain-tests) per Python and torch: the next environment takes it.
+# Needed: g++, cmake 3.13 or newer, and the network, or the source in HOROVOD_SOURCE (horovod-0.28.1.tar.gz).
+# The wheel is kept in TEST_CACHE (~/.cache/dtrain-tests) per Python and torch: the next environment takes it.
 set -euo pipefail
 VERSION=0.28.1
 SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0  # of its source on PyPI
@@ -18,11 +18,11 @@ done
 what=$("$PYTHON" -c 'import sys, torch; print(f"py{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}")') || {
   echo "build_horovod.sh: $PYTHON has no torch, for which Horovod would be built" >&2; exit 2; }
 gpu=${HOROVOD_GPU_OPERATIONS:-cpu}
-cache=${DTRAIN_TEST_CACHE:-$HOME/.cache/dtrain-tests}/horovod-$VERSION-$what-$gpu
+cache=${TEST_CACHE:-$HOME/.cache/dtrain-tests}/horovod-$VERSION-$what-$gpu
 if ! compgen -G "$cache/*.whl" >/dev/null; then
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
-  if test -n "${DTRAIN_HOROVOD_SOURCE:-}"; then cp "$DTRAIN_HOROVOD_SOURCE" "$work/"; else
+  if test -n "${HOROVOD_SOURCE:-}"; then cp "$HOROVOD_SOURCE" "$work/"; else
     # By its hash: pip runs a source package's setup.py to learn its name, so it is checked before that.
     echo "horovod==$VERSION --hash=sha256:$SHA256" >"$work/requirements.txt"
     "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --no-build-isolation \

@@ -78,8 +78,7 @@ SETTINGS = [
     ("DTRAIN_GPU_TYPE", "Standard_Nope", "Standard_Nope"),
     ("DTRAIN_REGION", "mars", "DTRAIN_REGION"),
     ("DTRAIN_PROCESSES_PER_NODE", "99", "unset it for the default"),
-    ("DTRAIN_RETRAIN_CRON", "every day", "DTRAIN_RETRAIN_CRON='every day'"),
-    ("DTRAIN_RETRAIN_TIMEZONE", "Mars/City", "there is no such time zone"),
+    ("DTRAIN_RETRAIN_CRON", "0 6 * * 6", "DTRAIN_RETRAIN_CRON is gone: give `build_training_assets"),
     ("DTRAIN_HOME", "/proc/none", "/proc/none"),
 ]
 
