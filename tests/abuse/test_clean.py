@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -24,13 +25,9 @@ from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 from tests.abuse.planted_secrets import CARRIERS, secret_of
 
 ROOT = Path(__file__).parents[2]
-ODD_HOMES = (
-    "my home",
-    "a;touch executed;$(touch executed)`touch executed`'|touch executed",
-    '-rf "#\\ {ab,cd} h* & ~',
-)
-BESIDE = ("my", "a", "ab", "cd", "home0", "-rf", "~")
-"""Folders beside the homes that a shell would reach if it cut or expanded their names."""
+ODD_HOME = "-rf a;touch executed;$(touch executed)`touch executed`'|\"#\\ {ab,cd} h* & ~"
+BESIDE = ("-rf", "a", "ab", "cd", "home0", "~")
+"""Folders beside the home that a shell would reach if it cut or expanded its name."""
 
 
 @pytest.fixture
@@ -73,15 +70,14 @@ def test_make_clean_takes_the_home_and_leaves_its_neighbours(tmp_path: Path):
         path.parent.mkdir(parents=True)
         path.write_text("alive")
     environment = {key: value for key, value in os.environ.items() if key != "DAGSTER_HOME"}
-    for name in ODD_HOMES:
-        home = parent / name
-        assert in_process(home, "setup").exit_code == 0
-        (home / "storage" / "jobs").mkdir(parents=True)
-        (home / "thesis.tex").write_text("mine")
-        own = {"DTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(["make", "clean"], cwd=repository, env=environment | own, capture_output=True)
-        assert done.returncode == 0, (name, done.stderr)
-        assert {*os.listdir(home)} - {"work.lock"} == {MARKER, "thesis.tex"}, name
+    home = parent / ODD_HOME
+    assert in_process(home, "setup").exit_code == 0
+    (home / "storage" / "jobs").mkdir(parents=True)
+    (home / "thesis.tex").write_text("mine")
+    own = {"DTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["make", "clean"], cwd=repository, env=environment | own, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert {*os.listdir(home)} - {"work.lock"} == {MARKER, "thesis.tex"}
     assert all(path.exists() for path in alive)
     assert not list(tmp_path.rglob("executed"))
 
@@ -95,11 +91,6 @@ def test_a_repository_whose_path_has_a_blank_is_refused_in_words(tmp_path: Path)
     assert "has a blank" in done.stderr
     assert (tmp_path / "my").read_text() == "chapter one"
     assert (repository / "thesis").read_text() == "chapter two"
-
-
-def test_everything_of_ours_goes_and_the_folder_with_it(filled: Path):
-    remove(plan_removal(filled, [ROOT]))
-    assert not filled.exists()
 
 
 def test_what_dtrain_did_not_write_stays(filled: Path):
@@ -121,37 +112,28 @@ def test_links_are_removed_and_never_followed(filled: Path, tmp_path: Path):
     assert (photos / "one.jpg").read_text() == "mine"
 
 
-def at_root(home: Path) -> Path:
-    return Path("/")
-
-
-def above_the_repository(home: Path) -> Path:
-    return ROOT.parent
-
-
-def unmarked(home: Path) -> Path:
-    (home / MARKER).unlink()
-    return home
-
-
 def linked(home: Path) -> Path:
-    link = home.parent / "link"
-    link.symlink_to(home)
-    return link
+    (home.parent / "link").symlink_to(home)
+    return home.parent / "link"
 
 
-def a_file(home: Path) -> Path:
-    return home / MARKER
-
-
-def marked_by_a_link(home: Path) -> Path:
+def unmarked(home: Path, by_a_link: bool = False) -> Path:
     (home / MARKER).rename(home.parent / "elsewhere")
-    (home / MARKER).symlink_to(home.parent / "elsewhere")
+    if by_a_link:
+        (home / MARKER).symlink_to(home.parent / "elsewhere")
     return home
 
 
 @pytest.mark.parametrize(
-    "aim", [at_root, above_the_repository, unmarked, linked, a_file, marked_by_a_link], ids=lambda aim: aim.__name__
+    "aim",
+    [
+        pytest.param(lambda home: Path("/"), id="at the root"),
+        pytest.param(lambda home: ROOT.parent, id="above the repository"),
+        pytest.param(lambda home: home / MARKER, id="a file"),
+        pytest.param(unmarked, id="unmarked"),
+        pytest.param(partial(unmarked, by_a_link=True), id="marked by a link"),
+        pytest.param(linked, id="linked"),
+    ],
 )
 def test_folders_that_are_no_home_are_refused(filled: Path, aim: Callable[[Path], Path]):
     with pytest.raises(HomeError):
@@ -191,9 +173,8 @@ def test_a_job_that_starts_while_clean_asks_is_kept(filled: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="only root can mount")
-@pytest.mark.parametrize("place", ["cache", "storage/é \\ \u4f60"])
-def test_what_is_mounted_inside_is_refused(filled: Path, tmp_path: Path, place: str):
-    photos = tmp_path / "photos"
+def test_what_is_mounted_inside_is_refused(filled: Path, tmp_path: Path):
+    place, photos = "storage/é \\ \u4f60", tmp_path / "photos"
     photos.mkdir()
     (photos / "one.jpg").write_text("mine")
     (filled / place).mkdir()
@@ -215,6 +196,7 @@ def test_a_folder_with_something_else_in_it_is_used_but_not_marked(tmp_path: Pat
 
 def test_a_home_from_before_there_were_marks_is_marked_by_the_next_setup(filled: Path):
     (filled / MARKER).unlink()
+    assert in_process(filled, "clean").exit_code != 0, "nobody can be asked"
     unknown = in_process(filled, "clean", "--yes")
     assert unknown.exit_code == 2
     assert "python -m dtrain_dagster setup" in unknown.output
@@ -250,11 +232,6 @@ def test_settings_of_dagster_are_renewed_unless_a_person_has_edited_them(
     target.write_text("nux: 0\n")  # without the line that says what was written
     assert "is kept" in setup("nux: 3\n")
     assert target.read_text() == "nux: 0\n"
-
-
-def test_nobody_who_can_be_asked_means_nothing_is_removed(filled: Path):
-    assert in_process(filled, "clean").exit_code != 0
-    assert (filled / "storage" / "jobs" / "train-1").exists()
 
 
 def test_a_second_make_run_on_one_home_is_refused_in_words(filled: Path):
@@ -299,12 +276,6 @@ def test_work_hands_no_secret_on_but_the_exit_code_of_its_command(filled: Path, 
         with pytest.raises(SecretError, match=r"ops\.stock_prices\.config\.source carries .*env:NAME") as said:
             refuse_secret_on_command_line(("dagster", *arguments))
         assert secret not in str(said.value)
-    token = CARRIERS["token"].format(secret)
-    for plain in (("--tags", json.dumps({"a": token})), (token,), (f"--{token}",), (f"--a={token}",)):
-        with pytest.raises(SecretError) as said:
-            refuse_secret_on_command_line(plain)
-        assert secret not in str(said.value)
-
     touch = ("work", "sh", "-c", f"touch {ran}; exit 7", "dagster", "--config")
     told = in_process(filled, *touch, own)
     assert (told.exit_code, ran.exists()) == (2, False)
