@@ -39,7 +39,6 @@ from dtrain_dagster.settings.azure import AzureSettings
 from dtrain_dagster.settings.environment import Settings, variable_of
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.nodes import NODE, EngineSettings
-from dtrain_dagster.settings.notices import NoticeSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 from dtrain_dagster.settings.variables import OF_NODES
@@ -62,7 +61,6 @@ SETTINGS: tuple[tuple[str, str, type[BaseSettings]], ...] = (
     ),
     ("Ray", "Read with `DTRAIN_CLUSTER=ray`; see [Ray](../installing.md#ray).", RaySettings),
     ("Azure ML", "Read with `DTRAIN_CLUSTER=azure_ml`; see [Azure ML](../azure.md).", AzureSettings),
-    ("Links and notices", "See [Watching a training](../monitoring.md#alerts).", NoticeSettings),
 )
 """The sections of the page of environment variables: title, remark, class."""
 LAUNCHPAD: tuple[tuple[str, type], ...] = (

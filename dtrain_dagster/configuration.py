@@ -20,7 +20,7 @@ from dtrain_dagster.settings.azure import AzureMLOptions, read_azure_options, re
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
-from dtrain_dagster.settings.notices import job_page, read_notice_settings
+from dtrain_dagster.settings.notices import job_page
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.audit import AuditLog
 from trainer.model.allowed_factories import VARIABLE
@@ -280,7 +280,7 @@ def read_configuration(settings: Settings) -> tuple[ClusterConfiguration, Projec
             cluster.azure_options()
         except (ClusterError, PriceError) as error:
             raise SettingsError(str(error)) from None
-    pages, in_workspace = read_notice_settings(), on_azure and settings.mlflow_tracking_uri is None
+    in_workspace = on_azure and settings.mlflow_tracking_uri is None
     project = ProjectConfiguration(
         home=str(settings.home),
         shared_uri=settings.shared_uri,
@@ -289,8 +289,8 @@ def read_configuration(settings: Settings) -> tuple[ClusterConfiguration, Projec
         experiment=settings.experiment,
         model_name=settings.model_name,
         dagster_url=settings.dagster_url.rstrip("/"),
-        dashboard_url=pages.dashboard_url,
-        mlflow_url="" if in_workspace else pages.mlflow_page(settings.tracking_uri),
+        dashboard_url=settings.dashboard_url,
+        mlflow_url="" if in_workspace else settings.mlflow_page,
         notify=settings.notify,
         queue_deadline_hours=settings.queue_deadline_hours,
     )

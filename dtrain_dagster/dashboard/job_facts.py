@@ -26,8 +26,8 @@ from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.jobs.view import UNREADABLE
 from dtrain_dagster.monitoring.alerts import advise
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
-from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.notices import MLFLOW_HERE, run_page, studio_url
+from dtrain_dagster.settings.environment import MLFLOW_HERE, Settings
+from dtrain_dagster.settings.notices import run_page, studio_url
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
@@ -51,9 +51,7 @@ class Places:
 
 def places_of(settings: Settings) -> Places:
     """Return where a job can be seen besides the dashboard."""
-    is_server = settings.tracking_uri.startswith(("http://", "https://"))
-    served = settings.tracking_uri if is_server else MLFLOW_HERE
-    return Places(dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=served.rstrip("/"))
+    return Places(dagster_url=settings.dagster_url.rstrip("/"), mlflow_url=settings.mlflow_page)
 
 
 def facts_of_page(rundir: RunDir, state: str, usd: float | None, places: Places) -> dict[str, Any]:

@@ -42,6 +42,9 @@ BUYABLE_GPU_TYPE = "Standard_NC24ads_A100_v4"
 """The SKU that Azure ML is asked for where none is set: one A100, the stronger equivalent of a V100, whose sizes are
 retired. Locally a V100 stands in, as nothing is bought."""
 MOST_NODES = 256
+MLFLOW_HERE = "http://127.0.0.1:5000"
+"""Where `dtrain ui mlflow` serves MLflow's UI."""
+_ADDRESS = r"^https?://[^\s@?#]+$"
 
 
 class SettingsError(ValueError):
@@ -181,6 +184,17 @@ class Settings(EnvironmentSettings):
         description="Registered model's name: letters, digits, blanks, dots, dashes, underscores",
     )
     dagster_url: str = Field(default="http://127.0.0.1:3000", description="Dagster's UI, for links back from a model")
+    dashboard_url: str = Field(
+        default="http://127.0.0.1:8060",
+        pattern=_ADDRESS,
+        description="The dashboard as people open it in a browser, for links in Dagster and in notices",
+    )
+    mlflow_url: str | None = Field(
+        default=None,
+        pattern=_ADDRESS,
+        description="MLflow's UI as people open it, for links; unset: the tracking server where it is one, else "
+        f"`{MLFLOW_HERE}`, where `dtrain ui mlflow` serves it",
+    )
 
     retrain_budget_usd: float = Field(
         default=0, ge=0, lt=float("inf"), description="Budget of an unattended retraining in dollars; 0: no limit"
@@ -307,6 +321,12 @@ class Settings(EnvironmentSettings):
     def tracking_uri(self) -> str:
         """The MLflow address as it was set: it may be a reference, which is resolved where it is used."""
         return self.mlflow_tracking_uri or f"sqlite:///{self.home / 'mlflow.db'}"
+
+    @property
+    def mlflow_page(self) -> str:
+        """The address of MLflow's UI; a reference to a secret is not resolved for a link."""
+        is_server = re.match(_ADDRESS, self.tracking_uri) is not None
+        return (self.mlflow_url or (self.tracking_uri if is_server else MLFLOW_HERE)).rstrip("/")
 
 
 def without_secret(kind: type[BaseSettings], name: str, value: object) -> object:

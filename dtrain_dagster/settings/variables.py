@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from dtrain_dagster.settings.environment import PREFIX, EnvironmentSettings, Settings, variable_of
-from dtrain_dagster.settings.notices import NoticeSettings
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def known_variables() -> set[str]:
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
     from dtrain_dagster.settings.engines import ENGINES
 
-    kinds: list[type[EnvironmentSettings]] = [Settings, NoticeSettings, AzureSettings, *ENGINES.values()]
+    kinds: list[type[EnvironmentSettings]] = [Settings, AzureSettings, *ENGINES.values()]
     names = {*INTERNAL, *OF_NODES}
     for kind in kinds:
         names |= {name for field in kind.model_fields if is_ours(name := variable_of(kind, field))}

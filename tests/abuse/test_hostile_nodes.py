@@ -3,7 +3,6 @@ what is wrong. And code of a model that is allowed: it is asked where there are 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -190,49 +189,6 @@ def test_code_of_an_allowed_model_gets_no_secret_and_is_limited(
     assert canary.name not in str(found["descriptors"])
     assert found["memory"] == "no more", "it got twice its limit"
     assert error == f"the model took longer than {seconds:g} s and was stopped"
-
-
-@pytest.mark.parametrize(
-    ("place_in_it", "value"),
-    [
-        (("model", "coverage_90"), 0.9),
-        (("baselines", "har_x", "nll"), 9.0),
-        (("baselines",), []),
-        (("last_date",), "2030-01-01"),
-    ],
-)
-def test_the_gate_reads_figures_that_follow_from_the_predictions(
-    place: Place, judged: dict[str, Any], place_in_it: tuple[str, ...], value: Any
-) -> None:
-    rundir = RunDir(place.good)
-    assert judge_again(Candidate(rundir.uri), forged(rundir, place_in_it, value)) == judged
-
-
-@pytest.mark.parametrize("value", [-9.0, None])
-def test_another_score_than_follows_from_the_predictions_is_refused(place: Place, value: Any) -> None:
-    rundir = RunDir(place.good)
-    with pytest.raises(EvaluationError, match=r"evaluation\.json says model\.nll = .* follows"):
-        judge_again(Candidate(rundir.uri), forged(rundir, ("model", "nll"), value))
-
-
-@pytest.fixture(scope="module")
-def judged(place: Place) -> dict[str, Any]:
-    rundir = RunDir(place.good)
-    said = rundir.read_json(EVALUATION) or {}
-    found = judge_again(Candidate(rundir.uri), said)
-    assert found["gate"] == said["gate"]
-    assert found["baselines"]["har_x"] == pytest.approx(said["baselines"]["har_x"], rel=1e-4, abs=1e-6)
-    return found
-
-
-def forged(rundir: RunDir, place_in_it: tuple[str, ...], value: Any) -> dict[str, Any]:
-    report = copy.deepcopy(rundir.read_json(EVALUATION)) or {}
-    *above, last = place_in_it
-    inner: Any = report
-    for name in above:
-        inner = inner[name]
-    inner[last] = value
-    return report
 
 
 def test_predictions_that_do_not_give_the_figures_are_refused(place: Place) -> None:
