@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import psutil
