@@ -6,7 +6,7 @@ One streaming pass, some rows at a time. What columns are is `table_columns`; wr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
+Feature = NumberColumn | CategoryColumn
 LEAST_ROWS, FEW_ROWS = 2, 30
 """The rows of a split below which it is refused, and below which its size is told."""
 
@@ -51,12 +52,11 @@ class LearnedTable:
     params: RowParams
     problems: list[str] = field(default_factory=list)
     """What a person has to mend, told together."""
-    numbers: dict[str, NumberColumn] = field(default_factory=dict)
-    categories: dict[str, CategoryColumn] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    """Features, in the order of the table: each date is followed by its parts."""
-    parts: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Features that are the part of a date: the column of the table, and which part."""
+    features: dict[str, Feature] = field(default_factory=dict)
+    """In the order of the table: each date is followed by its parts."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Columns that are left out, and why."""
+    notes: list[str] = field(default_factory=list)
     copies: dict[str, TargetCopy] = field(default_factory=dict)
     """Of each column of the table, whether it is the target."""
     split_of: dict[str, int] = field(default_factory=dict)
@@ -68,25 +68,26 @@ class LearnedTable:
     """"" where there is a problem with the target."""
     classes: list[Any] = field(default_factory=list)
     """The values of the classes in the order of their codes; none of a target that is a number."""
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    """Rows of each split."""
-    excluded: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     def learn(self) -> None:
         """Find out what the columns are for, and learn what they hold. What a person has to mend is noted."""
         self._choose_columns()
         self._read_splits()
-        self._learn()
+        self._read_rows()
+        for column in self.features.values():
+            if not column.part:
+                self._judge_column(column)
         if self.params.target not in self.table.problems:
             try:
                 self.task, self.classes = self.target.task(self.params.task)
             except DataError as error:
                 self.problems.append(str(error))
 
-    def kept(self) -> list[str]:
-        """Return the features that are stored, in their order. Raise `DataError` where none varies."""
-        found = [name for name in self.names if name not in self.excluded and self._has_use(name)]
+    def kept(self) -> list[Feature]:
+        """Return the features that are stored, in their order: a part of a date where it varies. Raise `DataError`
+        where none does."""
+        used = [column for column in self.features.values() if column.source not in self.excluded]
+        found = [column for column in used if column.varies or not column.part]
         if not found:
             raise DataError(f"no column varies over the training split: {', '.join(self.excluded)}")
         return found
@@ -112,57 +113,36 @@ class LearnedTable:
         self.target = TargetColumn(params.target, is_text=kinds[params.target] == "category")
         if kinds[params.target] == "date":
             self.target.problem = f"the target {params.target!r} is a date: give a number, such as days from a day"
+        taken = {params.target, params.split_by, *params.drop}
+        self.excluded = {name: why for name, why in self.table.index.items() if name not in taken}
         for name, kind in kinds.items():
-            if name in (params.target, params.split_by, *params.drop):
-                continue
-            if why := self.table.index.get(name):
-                self.excluded[name] = why
-                continue
-            self.names.append(name)
-            if name in self.table.problems:
-                continue
-            self.copies[name] = TargetCopy()
-            if kind in ("number", "date"):
-                self.numbers[name] = NumberColumn(name)
-            else:
-                self.categories[name] = CategoryColumn(name)
-            if kind == "date":
-                self._choose_parts(name)
-        if not self.names:
-            self.problems.append("the table has no column besides the target to learn from")
-            refuse(self.problems)
+            if not (name in taken or name in self.excluded or name in self.table.problems):
+                self._choose_features(name, kind)
+        if not self.features and not self.problems:
+            raise DataError("the table has no column besides the target to learn from")
 
-    def _choose_parts(self, date: str) -> None:
-        """Add the parts of a date to the features."""
-        for part in (*DATE_NUMBERS, *DATE_CATEGORIES):
-            name = f"{date}.{part}"
-            if name in self.table.kinds:
-                self.problems.append(f"the column {name!r} has the name of a part of the date {date!r}: rename it")
-                continue
-            try:
-                check_name(name)
-            except DataError as error:
-                self.problems.append(str(error))
-            self.names.append(name)
-            self.parts[name] = date, part
-            if part in DATE_NUMBERS:
-                self.numbers[name] = NumberColumn(name)
-            else:
-                self.categories[name] = CategoryColumn(name)
-
-    def columns_in(self, batch: pa.RecordBatch) -> Callable[[str], pa.Array]:
-        """Return what gives the column of a feature: of the table, or a part of a date."""
-        of_date: dict[str, dict[str, pa.Array]] = {}
-
-        def column(name: str) -> pa.Array:
-            if name not in self.parts:
-                return batch.column(name)
-            date, part = self.parts[name]
-            if date not in of_date:
-                of_date[date] = date_parts(batch.column(date))
-            return of_date[date][part]
-
-        return column
+    def _choose_features(self, name: str, kind: str) -> None:
+        """Add a column, and the parts of a date, to the features."""
+        self.copies[name] = TargetCopy()
+        if kind == "number":
+            self.features[name] = NumberColumn(name, name)
+        elif kind != "date":
+            self.features[name] = CategoryColumn(name, name)
+        else:
+            self.features[name] = NumberColumn(name, name, unit=DATE_UNIT)
+            for part in (*DATE_NUMBERS, *DATE_CATEGORIES):
+                of_part = f"{name}.{part}"
+                if of_part in self.table.kinds:
+                    self.problems.append(
+                        f"the column {of_part!r} has the name of a part of the date {name!r}: rename it"
+                    )
+                    continue
+                try:
+                    check_name(of_part)
+                except DataError as error:
+                    self.problems.append(str(error))
+                kind_of_part = NumberColumn if part in DATE_NUMBERS else CategoryColumn
+                self.features[of_part] = kind_of_part(of_part, name, part)
 
     def _read_splits(self) -> None:
         """Find out whether ``split_by`` names splits. Names that are mixed with others are a problem."""
@@ -190,26 +170,24 @@ class LearnedTable:
                 f"--split-by {by}: its values are {found}, but not all of them name a split: use train, valid and test"
             )
 
-    def _learn(self) -> None:
-        """Learn what the columns hold, some rows at a time, and note what is wrong with them."""
-        by, every = self.params.split_by, max(1, self.table.rows // MOST_SAMPLED)
-        target = [] if self.params.target in self.table.problems or self.target.problem else [self.params.target]
-        columns = [*self.of_table([*self.numbers, *self.categories]), *target, *([by] if by else [])]
+    def _read_rows(self) -> None:
+        """Learn what the columns hold, some rows at a time."""
+        every = max(1, self.table.rows // MOST_SAMPLED)
+        target = self.params.target
+        has_target = target not in self.table.problems and not self.target.problem
+        columns = self.columns_of(self.features.values(), [target] if has_target else [])
         for first, batch in self.table.batches(columns) if columns else ():
-            splits, column = self.splits(first, batch), self.columns_in(batch)
-            is_train = splits == 0
-            for place, split in enumerate(SPLITS):
-                self.counts[split] += int((splits == place).sum())
-            for name, number in self.numbers.items():
-                number.learn(column(name), is_train, first, every)
-            for name, category in self.categories.items():
-                category.learn(column(name).to_pylist(), is_train)
-            for name in target:
-                self.target.learn(batch.column(name), is_train, first, every)
+            is_train = self.splits(first, batch) == 0
+            for column, values in values_in(batch, self.features.values()):
+                column.learn(values, is_train, first, every)
+            if has_target:
+                self.target.learn(batch.column(target), is_train, first, every)
                 self._compare_with_target(batch)
-        for name in self.names:
-            if name not in self.table.problems:
-                self._judge_column(name)
+
+    def columns_of(self, features: Iterable[Feature], more: Iterable[str]) -> list[str]:
+        """Return the columns of the table that features are made of, with others, and what tells the splits."""
+        by = [self.params.split_by] if self.params.split_by else []
+        return list(dict.fromkeys([*(column.source for column in features), *more, *by]))
 
     def _compare_with_target(self, batch: pa.RecordBatch) -> None:
         def values(name: str) -> list[Any]:
@@ -221,23 +199,9 @@ class LearnedTable:
         for name, copy in copies.items():
             copy.learn(values(name), target)
 
-    def of_table(self, names: Sequence[str]) -> list[str]:
-        """Return the columns of the table that features are made of."""
-        return list(dict.fromkeys(self.parts[name][0] if name in self.parts else name for name in names))
-
-    def _has_use(self, name: str) -> bool:
-        """Return whether a part of a date says more than that."""
-        if name not in self.parts:
-            return True
-        varies = self.categories[name].varies if name in self.categories else bool(self.numbers[name].std)
-        return varies and self.parts[name][0] not in self.excluded
-
-    def _judge_column(self, name: str) -> None:
+    def _judge_column(self, column: Feature) -> None:
         """Note why a column is left out, or is a problem."""
-        leave = f"leave it out (--drop {name})"
-        if name in self.parts:
-            return
-        copy = self.copies[name]
+        name, copy, leave = column.name, self.copies[column.name], f"leave it out (--drop {column.name})"
         if copy.is_same:
             self.problems.append(f"the column {name!r} is the target {self.params.target!r} in each row: {leave}")
         elif copy.is_renamed and len(copy.meant) > 1:
@@ -245,37 +209,25 @@ class LearnedTable:
                 f"{name} says the target {self.params.target} in other words, one value for each of its own: if it is "
                 f"not known before, {leave}"
             )
-        like_id = (
-            f"{name} has another value in nearly every row, as an identifier does: if it measures nothing, {leave}"
-        )
-        if name in self.categories:
-            category = self.categories[name]
-            if category.problem:
-                self.problems.append(f"the column {name!r} {category.problem}, or {leave}")
-            elif not category.values:
-                self.excluded[name] = "has no value in the training split"
-            elif not category.varies:
-                self.excluded[name] = "does not vary over the training split"
-            elif category.is_like_id:
-                self.notes.append(like_id)
-            return
-        number = self.numbers[name]
-        if number.missing and self.params.missing == "refuse":
+        if isinstance(column, NumberColumn) and column.missing and self.params.missing == "refuse":
             self.problems.append(
-                f"the column {name!r} lacks {number.missing} numbers (the first in row {number.first_missing}, counted "
+                f"the column {name!r} lacks {column.missing} numbers (the first in row {column.first_missing}, counted "
                 f"from 0): {leave}, or let them count as the mean, with an input that says so (--missing mean)"
             )
-        number.judge()
-        if number.problem:
-            self.problems.append(f"the column {name!r} {number.problem}, or {leave}")
-        elif not number.moments.count:
+        column.judge()
+        if column.problem:
+            self.problems.append(f"the column {name!r} {column.problem}, or {leave}")
+        elif not column.has_values:
             self.excluded[name] = "has no value in the training split"
-        elif not number.std and not number.missing_train:
+        elif not column.varies:
             self.excluded[name] = "does not vary over the training split"
-        elif self.table.types[name] == "integer" and number.is_like_id:
-            self.notes.append(like_id)
+        elif self.table.types[name] in ("integer", "string") and column.is_like_id:
+            self.notes.append(
+                f"{name} has another value in nearly every row, as an identifier does: if it measures nothing, {leave}"
+            )
 
     def splits(self, first: int, batch: pa.RecordBatch) -> NDArray[np.int64]:
+        """Return the place in `SPLITS` of some rows (n,), of which ``first`` is the number of the first."""
         import numpy as np
 
         by, valid, test = self.params.split_by, self.params.valid_fraction, self.params.test_fraction
@@ -302,17 +254,15 @@ class LearnedTable:
             if count < FEW_ROWS:
                 self.notes.append(f"the {split} split has {count} rows: its figures are little more than chance")
 
-    def input_entry(self, name: str) -> dict[str, Any]:
-        """Return what is kept of a column of the table."""
-        missing = (self.categories[name] if name in self.categories else self.numbers[name]).missing > 0
-        return {"name": name, "type": self.table.types[name], "missing": missing}
+    def input_entry(self, column: Feature) -> dict[str, Any]:
+        """Return what the manifest says of a column of the table."""
+        return {"name": column.name, "type": self.table.types[column.name], "missing": column.missing > 0}
 
-    def column_entry(self, name: str) -> dict[str, Any]:
-        entry: dict[str, Any] = {"name": name, "role": "feature"}
-        if name in self.parts:
-            entry |= dict(zip(("of", "part"), self.parts[name], strict=True))
-        if name in self.categories:
-            return entry | {"type": "category", "values": self.categories[name].ordered()}
-        unit = {"unit": DATE_UNIT} if self.table.kinds.get(name) == "date" else {}
-        missing = name not in self.parts and self.numbers[name].missing_train > 0  # of a date said once
-        return entry | {"type": "number", "missing": missing} | unit
+
+def values_in(batch: pa.RecordBatch, features: Iterable[Feature]) -> Iterator[tuple[Feature, pa.Array]]:
+    """Yield features with their values in some rows."""
+    parts: dict[str, dict[str, pa.Array]] = {}
+    for column in features:
+        if column.part and column.source not in parts:
+            parts[column.source] = date_parts(batch.column(column.source))
+        yield column, parts[column.source][column.part] if column.part else batch.column(column.source)

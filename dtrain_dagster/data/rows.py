@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.build_once import BuiltDataset, TableShards, build_once, digest_files, id_of
-from dtrain_dagster.data.errors import DataError, refuse
-from dtrain_dagster.data.learned_table import LearnedTable
+from dtrain_dagster.data.errors import refuse
+from dtrain_dagster.data.learned_table import Feature, LearnedTable, values_in
 from dtrain_dagster.data.row_splits import RowParams
-from dtrain_dagster.data.table_columns import numbers_of
+from dtrain_dagster.data.table_columns import CategoryColumn, NumberColumn, numbers_of
 from dtrain_dagster.data.table_file import files_of, open_table
 from dtrain_dagster.data.target_column import class_name
 from trainer.data.manifest import SPLITS, STANDARDISED
@@ -55,10 +55,10 @@ def _build(learned: LearnedTable, folder: Path, dataset_id: str) -> dict[str, An
     shards = _write(learned, folder, kept)
     samples = {split: sum(shard["rows"] for shard in shards if shard["split"] == split) for split in SPLITS}
     learned.judge_splits(samples)
-    scales = {name: {"mean": 0.0, "std": 1.0} for name in kept}
-    for name in kept:
-        if name in learned.numbers:  # one that varies in what is missing alone has no deviation
-            scales[name] = {"mean": learned.numbers[name].mean, "std": learned.numbers[name].std or 1.0}
+    scales = {column.name: {"mean": 0.0, "std": 1.0} for column in kept}
+    for column in kept:
+        if isinstance(column, NumberColumn):  # one that varies in what is missing alone has no deviation
+            scales[column.name] = {"mean": column.mean, "std": column.std or 1.0}
     number = learned.target.number
     target = {"mean": number.mean, "std": number.std} if is_regression else {"mean": 0.0, "std": 1.0}
     return {
@@ -68,8 +68,8 @@ def _build(learned: LearnedTable, folder: Path, dataset_id: str) -> dict[str, An
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "task": learned.task,
         "classes": [class_name(value) for value in learned.classes],
-        "inputs": [learned.input_entry(name) for name in kept if name not in learned.parts],
-        "columns": [*map(learned.column_entry, kept), {"name": params.target, "type": "number", "role": "target"}],
+        "inputs": [learned.input_entry(column) for column in kept if not column.part],
+        "columns": [*(column.entry() for column in kept), {"name": params.target, "type": "number", "role": "target"}],
         "normalisation": {"fitted_on": "train", "features": scales, "target": target},
         "params": asdict(params),
         "samples": samples,
@@ -79,45 +79,26 @@ def _build(learned: LearnedTable, folder: Path, dataset_id: str) -> dict[str, An
     }
 
 
-def _write(learned: LearnedTable, folder: Path, kept: Sequence[str]) -> list[dict[str, Any]]:
+def _write(learned: LearnedTable, folder: Path, kept: Sequence[Feature]) -> list[dict[str, Any]]:
     """Write the shards of all splits; return their entries. Numbers are stored in deviations from the mean, a target
     that is a number as it is. Raise `DataError` for a number that is too far from the training rows."""
     import numpy as np
     import pyarrow as pa
 
     params, is_regression = learned.params, learned.task == REGRESSION
-    fields = [pa.field(name, pa.int32() if name in learned.categories else pa.float32()) for name in kept]
+    types = [pa.int32() if isinstance(column, CategoryColumn) else pa.float32() for column in kept]
+    fields = [pa.field(column.name, of) for column, of in zip(kept, types, strict=True)]
     schema = pa.schema([*fields, pa.field(params.target, pa.float64() if is_regression else pa.int32())])
-    codes = {
-        name: {value: code for code, value in enumerate(category.ordered(), 1)}
-        for name, category in learned.categories.items()
-    }
     code_of_class = {value: code for code, value in enumerate(learned.classes)}
     writers = [TableShards(folder, split, schema, params.shard_rows) for split in SPLITS]
-    by = [params.split_by] if params.split_by else []
-    for first, batch in learned.table.batches([*learned.of_table(kept), params.target, *by]):
-        arrays: list[NDArray[Any]] = []
-        column_of = learned.columns_in(batch)
-        for name in kept:
-            if name in codes:
-                found = [codes[name].get(value, 0) for value in column_of(name).to_pylist()]
-                arrays.append(np.array(found, dtype=np.int32))
-                continue
-            values = numbers_of(column_of(name))
-            arrays.append(learned.numbers[name].standardise(values))
-            if np.isinf(arrays[-1]).any():
-                row = int(np.flatnonzero(np.isinf(arrays[-1]))[0])
-                raise DataError(
-                    f"the column {name!r} has {values[row]} in row {first + row}, counted from 0, and a deviation of "
-                    f"{learned.numbers[name].std:.3g} over the training split: correct it, or leave the column out "
-                    f"(--drop {name})"
-                )
-        column = batch.column(params.target)
+    for first, batch in learned.table.batches(learned.columns_of(kept, [params.target])):
+        arrays: list[NDArray[Any]] = [column.stored(values, first) for column, values in values_in(batch, kept)]
+        target = batch.column(params.target)
         if is_regression:
-            arrays.append(numbers_of(column))
+            arrays.append(numbers_of(target))
         else:
-            values = learned.target.classes_of(column)
-            arrays.append(np.array([code_of_class[value] for value in values.tolist()], dtype=np.int32))
+            found = learned.target.classes_of(target)
+            arrays.append(np.array([code_of_class[value] for value in found.tolist()], dtype=np.int32))
         table = pa.Table.from_arrays([pa.array(values) for values in arrays], schema=schema)
         splits = learned.splits(first, batch)
         for place, writer in enumerate(writers):

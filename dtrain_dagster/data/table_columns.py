@@ -7,7 +7,6 @@ Decisions, and what is learned of a column from its rows, belong here. Reading a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, time
 from decimal import Decimal
@@ -162,25 +161,40 @@ def group_of(value: Any) -> str:
 
 
 @dataclass(slots=True)
-class NumberColumn:
-    """What is learned of a column of numbers, or of a target that is a number."""
+class Column:
+    """A feature, and what is learned of it."""
 
     name: str
+    source: str
+    """The column of the table that it is, or is a part of."""
+    part: str = ""
+    """Which part of a date it is (`trainer.spec`)."""
+    problem: str = ""
+    """Why it cannot be used; further rows are then not looked at."""
+    missing: int = 0
+    """Rows without a value, in any split."""
+
+    def entry(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        of_date = {"of": self.source, "part": self.part} if self.part else {}
+        return {"name": self.name, "role": "feature", **of_date}
+
+
+@dataclass(slots=True)
+class NumberColumn(Column):
+    """A column of numbers, or a target that is a number."""
+
+    unit: str = ""
     moments: Moments = field(default_factory=Moments)
     """Of the training split."""
-    missing: int = 0
-    """Rows without a number, in any split."""
     missing_train: int = 0
-    """Those of the training split."""
-    problem: str = ""
-    """Why the column cannot be used; further rows are then not looked at."""
+    """Rows of the training split without a number."""
     first_missing: int = -1
     low: float = math.inf
     high: float = -math.inf
     """The least and the greatest number in the training split."""
-    numbers: list[NDArray[np.float64]] = field(default_factory=list)
-    different: set[Any] = field(default_factory=set)
-    """The numbers of the sampled rows in double precision, and which there are, exactly."""
+    sampled: list[pa.Array] = field(default_factory=list)
+    """Some of its values, at even distances."""
 
     def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int, every: int) -> None:
         """Add some rows. ``first_row``: the number of the first of them in the table; ``every``: rows from one that is
@@ -206,18 +220,26 @@ class NumberColumn:
         if len(known):
             self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
             self.moments.join(Moments.of(known))
-        sampled = np.flatnonzero((np.arange(first_row, first_row + len(values)) % every == 0) & ~gone)
-        self.numbers.append(values[sampled])
-        self.different |= set(exact_numbers(column.take(sampled))[0].tolist())
+        is_sampled = np.arange(first_row, first_row + len(values)) % every == 0
+        self.sampled.append(column.take(np.flatnonzero(is_sampled & ~gone)))
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the training split has any."""
+        return self.moments.count > 0
+
+    @property
+    def varies(self) -> bool:
+        """Whether it tells rows of the training split apart, if only by what is missing (of a date said once)."""
+        return bool(self.std) or (self.missing_train > 0 and not self.part)
 
     @property
     def is_like_id(self) -> bool:
         """Return whether it has another whole number in nearly every row, as an identifier does. Of those that were
         sampled all may differ by chance, unless the range has room for as many."""
-        sampled = sum(map(len, self.numbers))
-        has_room = self.high - self.low + 1 >= ID_SHARE * self.moments.count
-        is_whole = has_room and all(value == int(value) for value in self.different)
-        return is_whole and is_like_id(len(self.different), sampled)
+        has_room, different = self.high - self.low + 1 >= ID_SHARE * self.moments.count, self._different()
+        is_whole = has_room and all(value == int(value) for value in different)
+        return is_whole and is_like_id(len(different), sum(map(len, self.sampled)))
 
     @property
     def mean(self) -> float:
@@ -229,24 +251,50 @@ class NumberColumn:
         """Return the standard deviation over the training split, 0 where it does not vary."""
         return float(self.moments.mean_std()[1]) if self.high > self.low else 0.0
 
-    def standardise(self, values: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return numbers in deviations from the mean, as they are stored. Not finite where one is too far off."""
+    def entry(self) -> dict[str, Any]:
+        """See `Column`."""
+        unit = {"unit": self.unit} if self.unit else {}
+        found = {"type": "number", "missing": self.missing_train > 0 and not self.part, **unit}
+        return super(NumberColumn, self).entry() | found
+
+    def stored(self, column: pa.Array, first_row: int) -> NDArray[np.float32]:
+        """Return what is stored of some rows (n,). Raise `DataError` for a number that is too far from those of the
+        training split."""
+        import numpy as np
+
+        values = numbers_of(column)
+        found = self._standardise(values)
+        if (odd := np.flatnonzero(np.isinf(found))).size:
+            raise DataError(
+                f"the column {self.name!r} has {values[odd[0]]} in row {first_row + int(odd[0])}, counted from 0, and "
+                f"a deviation of {self.std:.3g} over the training split: correct it, or leave the column out "
+                f"(--drop {self.name})"
+            )
+        return found
+
+    def _standardise(self, values: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return numbers in deviations from the mean. Not finite where one is too far off."""
         import numpy as np
 
         with np.errstate(over="ignore"):
             return ((values - self.mean) / (self.std or 1.0)).astype(np.float32)
 
+    def _different(self) -> set[Any]:
+        """Return the different numbers that were sampled, exactly."""
+        return {value for part in self.sampled for value in exact_numbers(part)[0].tolist()}
+
     def judge(self) -> None:
         """Note the problem of a column that would lose its information where it is standardised."""
         import numpy as np
 
-        if self.problem:
+        if self.problem or not self.sampled:
             return
+        there, numbers = len(self._different()), np.concatenate([numbers_of(part) for part in self.sampled])
         if not self.high > self.low:
-            if len(self.different) > 1 == len(np.unique(np.concatenate(self.numbers))):
+            if there > 1 == len(np.unique(numbers)):
                 self.problem = (
-                    f"has {len(self.different):,} different numbers, which are one in double precision, "
-                    f"{self.low:.0f}: subtract a constant from it"
+                    f"has {there:,} different numbers, which are one in double precision, {self.low:.0f}: subtract a "
+                    "constant from it"
                 )
             return
         if not (math.isfinite(self.std) and math.isfinite(1 / self.std if self.std else math.inf)):
@@ -255,33 +303,29 @@ class NumberColumn:
                 "multiply it by a constant"
             )
             return
-        there, left = len(self.different), len(np.unique(self.standardise(np.concatenate(self.numbers))))
+        left = len(np.unique(self._standardise(numbers)))
         if there - left > MERGED_SHARE * there:
             self.problem = (
-                f"has {there:,} different numbers in {sum(map(len, self.numbers)):,} of its rows, of which {left:,} "
+                f"has {there:,} different numbers in {len(numbers):,} of its rows, of which {left:,} "
                 f"are left in single precision, standardised by mean {self.mean:.6g} and deviation {self.std:.3g}: "
                 "subtract a constant from whole numbers beyond 2^53, cut off outliers, or take logarithms"
             )
 
 
 @dataclass(slots=True)
-class CategoryColumn:
-    """What is learned of a category: its values in the training split."""
+class CategoryColumn(Column):
+    """A category, with its values in the training split."""
 
-    name: str
     values: set[str] = field(default_factory=set)
-    problem: str = ""
-    """Why the column cannot be used; further rows are then not looked at."""
-    missing: int = 0
-    """Rows without a value, in any split."""
     trained: int = 0
     """Rows of the training split, and those of them with a value."""
     filled: int = 0
 
-    def learn(self, values: Sequence[Any], is_train: NDArray[np.bool_]) -> None:
-        """Add some rows."""
+    def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int, every: int) -> None:
+        """Add some rows, as `NumberColumn.learn`."""
         if self.problem:
             return
+        values = column.to_pylist()
         known = [value for value, train in zip(values, is_train, strict=True) if train and value not in NOTHING]
         self.missing += sum(value in NOTHING for value in values)
         self.trained, self.filled = self.trained + int(is_train.sum()), self.filled + len(known)
@@ -295,9 +339,17 @@ class CategoryColumn:
                 "category"
             )
 
+    def judge(self) -> None:
+        """Its problems are noted as they are found."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the training split has any."""
+        return bool(self.values)
+
     @property
     def varies(self) -> bool:
-        """Return whether it tells rows of the training split apart."""
+        """Whether it tells rows of the training split apart."""
         return len(self.values) > 1 or (bool(self.values) and self.filled < self.trained)
 
     @property
@@ -305,9 +357,16 @@ class CategoryColumn:
         """Return whether it has another value in nearly every row, as an identifier does."""
         return is_like_id(len(self.values), self.filled)
 
-    def ordered(self) -> list[str]:
-        """Return the values in the order of their codes, which begin at 1."""
-        return sorted(self.values)
+    def entry(self) -> dict[str, Any]:
+        """See `Column`. The codes of values begin at 1, in their order."""
+        return super(CategoryColumn, self).entry() | {"type": "category", "values": sorted(self.values)}
+
+    def stored(self, column: pa.Array, first_row: int) -> NDArray[np.int32]:
+        """Return the codes of some rows (n,), 0 for what the training split has not."""
+        import numpy as np
+
+        codes = {value: code for code, value in enumerate(sorted(self.values), 1)}
+        return np.array([codes.get(value, 0) for value in column.to_pylist()], dtype=np.int32)
 
 
 def is_like_id(different: int, rows: int) -> bool:

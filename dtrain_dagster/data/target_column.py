@@ -57,7 +57,7 @@ class TargetColumn:
     """Values of the other splits."""
     is_fraction: bool = False
     """Whether some value is no whole number."""
-    number: NumberColumn = field(default_factory=lambda: NumberColumn(""))
+    number: NumberColumn = field(default_factory=lambda: NumberColumn("", ""))
     problem: str = ""
 
     def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int, every: int) -> None:
