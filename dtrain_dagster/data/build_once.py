@@ -31,7 +31,6 @@ from trainer.storage.open import open_storage
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SCHEMA_VERSION = 1
 GROUP_ROWS = 1 << 16
 """Rows of a row group of a table's shards."""
 

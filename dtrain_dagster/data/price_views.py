@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import duckdb
 
 FIRST_DAY, LAST_DAY = datetime.date(1800, 1, 1), datetime.date(2200, 1, 1)
-MOST_DAYS = (LAST_DAY - FIRST_DAY).days + 1
-"""The most rows of a ticker."""
 MOST_COLUMNS = 50_000
 """The most columns of a file. No market has more tickers; the engine holds a part of each."""
 COLUMN_MEMORY = 0.75
@@ -119,27 +117,6 @@ def make_views(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_lim
     return headers
 
 
-def refuse_bad_rows(database: duckdb.DuckDBPyConnection, origin: str, headers: int) -> None:
-    """Raise `DataError` for the first row that is repeated or out of order."""
-    order = (
-        "SELECT line, ticker, date, lag(date) OVER before AS earlier FROM clean "
-        "WINDOW before AS (PARTITION BY ticker ORDER BY line)"
-    )
-    twice = database.execute(
-        "SELECT line, ticker, date FROM (SELECT *, row_number() OVER (PARTITION BY ticker, date ORDER BY line) AS nth "
-        "FROM clean) WHERE nth > 1 ORDER BY line LIMIT 1"
-    ).fetchone()
-    if twice:
-        line, ticker, date = twice
-        raise DataError(f"{origin}: {_place(line, headers)}: {ticker} has {date} a second time; remove one of the rows")
-    back = database.execute(f"SELECT * FROM ({order}) WHERE earlier > date ORDER BY line LIMIT 1").fetchone()
-    if back:
-        line, ticker, date, earlier = back
-        raise DataError(
-            f"{origin}: {_place(line, headers)}: {ticker} goes back from {earlier} to {date}; sort the rows by date"
-        )
-
-
 def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: int) -> tuple[list[str], list[str], int]:
     """Create the view ``raw`` of the file's cells, with ``__line`` counting rows from 1; return the names of its
     columns, the SQL of each one's cells as text, and the lines of the header."""
@@ -167,12 +144,13 @@ def _load(database: duckdb.DuckDBPyConnection, given: GivenFile, memory_limit: i
             found = database.execute(f'SELECT min("__line") FROM raw WHERE {cells[place]} IS NOT NULL').fetchall()[0][0]
             if found:
                 raise DataError(
-                    f"{given.origin}: {_place(found, 1)} has a cell in column {place + 1}, which has no name"
+                    f"{given.origin}: {place_of(found, 1)} has a cell in column {place + 1}, which has no name"
                 )
     return names, cells, 1
 
 
-def _place(line: int, headers: int) -> str:
+def place_of(line: int, headers: int) -> str:
+    """Return where a row is in its file, in words. Pure."""
     return f"line {line + headers}" if headers else f"row {line}"
 
 
@@ -212,7 +190,7 @@ def _refuse_bad_cells(database: duckdb.DuckDBPyConnection, headers: int) -> None
                 f"SELECT ticker, {column} FROM long WHERE line = {line} AND {is_bad}"
             ).fetchall()[0]
             held = "is empty" if value is None or not str(value).strip() else f"holds {value!r}"
-            problems.append(f"{_place(line, headers)}, ticker {ticker!r}: {column} {held}, not {wanted[column]}")
+            problems.append(f"{place_of(line, headers)}, ticker {ticker!r}: {column} {held}, not {wanted[column]}")
     refuse(problems)
     price = f"TRY_CAST({ADJUSTED} AS DOUBLE) AS {ADJUSTED}"
     database.execute(f"CREATE VIEW clean AS SELECT line, ticker, {day} AS date, {price} FROM long")

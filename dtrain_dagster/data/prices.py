@@ -18,7 +18,7 @@ from dtrain_dagster.data.build_once import give_name  # not above: loading the c
 from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_file import opened, opened_database
-from dtrain_dagster.data.price_views import ADJUSTED, MOST_DAYS, make_views, refuse_bad_rows
+from dtrain_dagster.data.price_views import ADJUSTED, make_views, place_of
 from dtrain_dagster.support.building import building_in
 from dtrain_dagster.support.secrets import redact
 from trainer.documents.reader import read_document
@@ -26,8 +26,8 @@ from trainer.documents.schemas import record, text, whole
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
-    import duckdb
     import pandas as pd
+    import pyarrow as pa
 
     from dtrain_dagster.data.price_file import GivenFile
     from dtrain_dagster.data.sources import PriceSource
@@ -77,7 +77,7 @@ def write_prices(
     """Convert prices into the one shape under ``<storage>/prices/<id>``, unless they exist there; return a reference.
 
     Raise `DataError` for a file that cannot be read as prices: empty, a missing column, one that is no ticker, text or
-    nothing in place of a price, a row twice, a date out of order. Raise `OSError` where the disk is full. Nothing
+    nothing in place of a price, a row twice. Raise `OSError` where the disk is full. Nothing
     half-written is left behind.
     """
     folder = Path(storage_uri) / "prices"
@@ -136,9 +136,8 @@ def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, e
     try:
         with opened_database(given, scratch) as database:
             headers = make_views(database, given, memory_limit)
-            figures = _write_sorted(database, target, engine)
-            if figures is None:
-                refuse_bad_rows(database, given.origin, headers)
+            schema, batches = engine.sorted_rows(database, f"SELECT ticker, date, {ADJUSTED}, line FROM clean")
+            figures = _write_tickers(schema, _tickers(batches, given.origin, headers), target)
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         if "Could not write" in str(error) or isinstance(error, duckdb.OutOfMemoryException):
@@ -147,59 +146,53 @@ def _convert(given: GivenFile, target: Path, scratch: Path, memory_limit: int, e
             reason = reason.replace(given.engine_path, "the file")
             raise DataError(f"{given.origin} cannot be read as CSV or Parquet: {reason}") from error
         raise
-    if not figures or not figures["rows"]:
+    if not figures["rows"]:
         raise DataError(f"{given.origin} has a header but no prices: there is nothing to train on")
     return figures
 
 
-def _write_sorted(database: duckdb.DuckDBPyConnection, target: Path, engine: DataEngine) -> dict[str, Any] | None:
-    """Write one row group per ticker; return rows, tickers and dates, or None where a row is repeated or out of order.
-
-    Batches come sorted; a ticker's rows are held until the next ticker begins, or there are more of them than days.
-    """
+def _tickers(batches: Iterator[pa.Table], origin: str, headers: int) -> Iterator[pa.Table]:
+    """Yield the rows of each ticker from sorted batches. Raise `DataError` for a day that is there twice: before more
+    rows of a ticker are held than there are days."""
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
+
+    held: list[pa.Table] = []
+    current, last = None, np.datetime64("NaT")
+    for table in batches:
+        for ticker in pc.unique(table["ticker"]).to_pylist():
+            if held and ticker != current:
+                yield pa.concat_tables(held).combine_chunks()
+                held, last = [], np.datetime64("NaT")
+            part = table.filter(pc.equal(table["ticker"], ticker))
+            dates = part["date"].to_numpy()
+            twice = np.flatnonzero(dates == np.concatenate([[last], dates[:-1]]))
+            if len(twice):
+                line, date = part["line"][int(twice[0])].as_py(), dates[twice[0]]
+                raise DataError(
+                    f"{origin}: {place_of(line, headers)}: {ticker} has {date} a second time; remove one of the rows"
+                )
+            held.append(part)
+            current, last = ticker, dates[-1]
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _write_tickers(schema: pa.Schema, tickers: Iterator[pa.Table], target: Path) -> dict[str, Any]:
+    """Write one row group per ticker; return rows, tickers and dates."""
     import pyarrow.parquet as pq
 
-    schema, batches = engine.sorted_rows(database, f"SELECT ticker, date, {ADJUSTED}, line FROM clean")
+    rows, dates = [], []
     schema = schema.remove(schema.get_field_index("line"))
-    rows = tickers = 0
-    firsts, lasts = [], []
     with pq.ParquetWriter(target, schema, compression="zstd", use_dictionary=["ticker"]) as writer:
-        held: list[pa.Table] = []
-
-        def flush() -> bool:
-            """Return whether the ticker is in order."""
-            nonlocal rows, tickers
-            if not held:
-                return True
-            table = pa.concat_tables(held).combine_chunks()
-            held.clear()
-            dates, lines = (table[name].combine_chunks() for name in ("date", "line"))
-            for column, is_wrong in ((dates, pc.less_equal), (lines, pc.less)):
-                if pc.any(is_wrong(column[1:], column[:-1])).as_py():
-                    return False
+        for table in tickers:
             writer.write_table(table.drop_columns("line"), row_group_size=len(table))
-            rows, tickers = rows + len(table), tickers + 1
-            firsts.append(dates[0].as_py())
-            lasts.append(dates[-1].as_py())
-            return True
-
-        current = None
-        for table in batches:
-            for ticker in pc.unique(table["ticker"]).to_pylist():
-                if ticker != current:
-                    if not flush():
-                        return None
-                    current = ticker
-                held.append(table.filter(pc.equal(table["ticker"], ticker)))
-                if sum(map(len, held)) > MOST_DAYS:
-                    return None
-        if not flush():
-            return None
+            rows.append(len(table))
+            dates += [table["date"][0].as_py(), table["date"][-1].as_py()]
     return {
-        "rows": rows,
-        "tickers": tickers,
-        "first_date": str(min(firsts, default="")),
-        "last_date": str(max(lasts, default="")),
+        "rows": sum(rows),
+        "tickers": len(rows),
+        "first_date": str(min(dates, default="")),
+        "last_date": str(max(dates, default="")),
     }
