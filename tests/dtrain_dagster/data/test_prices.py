@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 from price_files import assert_nothing_half_written, long_frame, save, sessions, write
 
 from dtrain_dagster.data.errors import DataError
-from dtrain_dagster.data.prices import iter_tickers, write_prices
+from dtrain_dagster.data.prices import _tickers, iter_tickers, write_prices
 from dtrain_dagster.data.sources import price_source
 
 BAD_FILES = {
@@ -62,13 +63,13 @@ def write_address(address: str, storage: Path) -> dict[str, pd.DataFrame]:
     return dict(iter_tickers(write_prices(price_source(address), str(storage))))
 
 
-def test_rows_beyond_all_days_are_refused_before_they_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_day_that_is_there_twice_is_refused_before_more_of_its_ticker_is_held() -> None:
     """A ticker is held as a whole; how much that is must not be up to the file."""
-    monkeypatch.setattr(pa, "concat_tables", lambda tables: pytest.fail("a whole ticker was put together"))
-    path = tmp_path / "same.csv"
-    path.write_text("date,ticker,adj_close\n" + "2020-01-02,AAA,1\n" * 200_000)
-    with pytest.raises(DataError, match="line 3: AAA has 2020-01-02 a second time"):
-        write_prices(price_source(str(path)), str(tmp_path / "storage"))
+    row = {"ticker": ["AAA"], "date": [datetime.date(2020, 1, 2)], "adj_close": [1.0]}
+    batches = (pa.table(row | {"line": [line]}) for line in range(1, 10))
+    with pytest.raises(DataError, match="p.csv: line 3: AAA has 2020-01-02 a second time"):
+        list(_tickers(batches, "p.csv", 1))
+    assert len(list(batches)) == 7, "which were not read"
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
