@@ -67,7 +67,7 @@ def test_a_day_that_is_there_twice_is_refused_before_more_of_its_ticker_is_held(
     """A ticker is held as a whole; how much that is must not be up to the file."""
     row = {"ticker": ["AAA"], "date": [datetime.date(2020, 1, 2)], "adj_close": [1.0]}
     batches = (pa.table(row | {"line": [line]}) for line in range(1, 10))
-    with pytest.raises(DataError, match="p.csv: line 3: AAA has 2020-01-02 a second time"):
+    with pytest.raises(DataError, match=r"p\.csv: line 3: AAA has 2020-01-02 a second time"):
         list(_tickers(batches, "p.csv", 1))
     assert len(list(batches)) == 7, "which were not read"
 
