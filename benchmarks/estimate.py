@@ -175,8 +175,7 @@ class Course:
         return job, replace(sizes, epochs=epochs)
 
     def _probe(self, job: JobConfig, sizes: Sizes, count: int, learned: LearnedCorrection) -> Forecast:
-        counts = evidence.probe_counts(count, has_limits=False)
-        return evidence.run_probes(self.manager, job, sizes, counts, pace_mark(job, 1), self.env, learned)
+        return evidence.forecast_from_probe(self.manager, job, sizes, count, pace_mark(job, 1), self.env, learned)
 
     def _learn(
         self, job_id: str, expected: Interval, actual: float, nodes: Sequence[Any], learned: LearnedCorrection

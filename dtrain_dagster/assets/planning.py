@@ -29,7 +29,6 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.progress import BudgetSpentError
 from dtrain_dagster.jobs.spending import Wanted
-from dtrain_dagster.planning import evidence
 from dtrain_dagster.planning.build_plan import (
     Limits,
     PlannedJob,
@@ -42,13 +41,26 @@ from dtrain_dagster.planning.build_plan import (
     sure_objection,
     warnings_of,
 )
-from dtrain_dagster.planning.evidence import History, Pace, knows
+from dtrain_dagster.planning.evidence import (
+    History,
+    Pace,
+    bill_charges,
+    expect_probe,
+    explain_dear_probe,
+    forecast_from_probe,
+    has_succeeded,
+    knows,
+    left_node_seconds,
+    probe_id,
+    unpaid_charges,
+)
 from dtrain_dagster.resources import cluster_resource, project_resource
 from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.node.gpus import explain_local_gpus, visible_gpus
 from trainer.performance.memory import ModelBytes
+from trainer.rundir import RunDir
 
 DESCRIPTION = (
     "The plan: SKU, nodes, time and dollars with a 90 % interval, from past runs of this training or a short probe "
@@ -127,7 +139,7 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     else:
         pace = measure_pace(run, config, planned, history, limits)
     planned, forecast = pace.planned, pace.forecast
-    spent = evidence.bill_charges(pace.charges, planned.tier).total_usd
+    spent = bill_charges(pace.charges, planned.tier).total_usd
     limits = replace(limits, spent_usd=spent, spent_seconds=pace.seconds)
     table = compare_choices(planned, forecast, limits, too_small)
     estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
@@ -196,44 +208,39 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
                 allow_retries=False,
             )
         return Pace(planned=planned, forecast=forecast)
-    counts = evidence.probe_counts(planned.node_count, bool(limits))
-    mark = planned.pace + hardware_mark(cluster, planned.price.sku)
-    due = evidence.probes_to_run(jobs_uri, mark, counts)
-    expected = evidence.expect_probes(history.probes, due, sizes, planned.price, planned.tier)
-    if expected:
+    count, expected = planned.node_count, None
+
+    def is_there(sku: str) -> bool:
+        return has_succeeded(RunDir(f"{jobs_uri}/{probe_id(planned.pace + hardware_mark(cluster, sku), count)}"))
+
+    if not is_there(planned.price.sku):
+        expected = expect_probe(history.probes, count, sizes, planned.price, planned.tier)
         tell(
             f"a probe is run first, expected to cost {expected}; it counts against budget_usd and stop_at_usd and is "
             "billed with the training"
         )
-        if said := evidence.explain_dear_probe(expected, limits, config.stop_at_usd):
+        if said := explain_dear_probe(expected, limits, config.stop_at_usd):
             raise run.refuse_plan(nodes_of(planned), said)
-    got = run.provision(cluster.sku, planned.node_count)
+    got = run.provision(cluster.sku, count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
     planned = replace(planned, price=price, tier=tier)
-    forecast = history.forecast(sizes, planned.node_count, price.sku)
-    if forecast is not None and knows(forecast, planned.node_count):
+    forecast = history.forecast(sizes, count, price.sku)
+    if forecast is not None and knows(forecast, count):
         return Pace(planned=planned, forecast=forecast)
-    mark = planned.pace + hardware_mark(cluster, price.sku)
-    due = evidence.probes_to_run(jobs_uri, mark, counts)
-    ids = [evidence.probe_id(mark, count) for count in counts]
+    mark, is_due = planned.pace + hardware_mark(cluster, price.sku), not is_there(price.sku)
     limit_usd = min((limit for limit in (limits.budget_usd, config.stop_at_usd) if limit), default=0.0)
-
-    def left() -> float | None:
-        paid = evidence.unpaid_charges(manager, jobs_uri, ids)
-        return evidence.left_node_seconds(limit_usd, paid, price, tier)
-
+    left = left_node_seconds(limit_usd, unpaid_charges(manager, jobs_uri, [probe_id(mark, count)]), price, tier)
     learned, command = history.learned("probe", price.sku), planned.script.command if planned.script else None
     env = cluster.node_env(run.project)
     try:
         with run.queueing():
-            forecast = evidence.run_probes(manager, planned.job, sizes, counts, mark, env, learned, tell, left, command)
+            forecast = forecast_from_probe(manager, planned.job, sizes, count, mark, env, learned, tell, left, command)
     except BudgetSpentError as error:
         said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
         raise run.refuse_plan(nodes_of(planned), said) from error
-    if due:
+    if is_due:
         run.leave_queue(got)
-    charges = evidence.unpaid_charges(manager, jobs_uri, forecast.rests_on)
-    now = [charge for charge in charges if charge.job_id in {evidence.probe_id(mark, count) for count in due}]
-    seconds = evidence.bill_charges(now, tier).wall_seconds
+    charges = unpaid_charges(manager, jobs_uri, forecast.rests_on)
+    seconds = bill_charges(charges, tier).wall_seconds if is_due else 0.0
     return Pace(planned=planned, forecast=forecast, expected=expected, charges=charges, seconds=seconds)

@@ -428,13 +428,6 @@ def _materializations(instance: dg.DagsterInstance, asset: dg.AssetKey) -> list[
     ]
 
 
-def probe_counts(node_count: int, has_limits: bool) -> tuple[int, ...]:
-    """Return the node counts that are worth a probe, that of the plan last. Where a deadline or a budget may ask for
-    fewer nodes, one and two as well: between them and the plan's the rest is interpolated."""
-    others = [count for count in (1, 2) if count < node_count] if has_limits else []
-    return (*others, node_count)
-
-
 def probe_id(mark: str, node_count: int) -> str:
     """Return the id of a probe's job. ``mark``: of the training and of what it runs on."""
     return f"probe-{mark}-{node_count}n"
@@ -456,54 +449,40 @@ def probe_job(job: JobConfig, jobs_uri: str, mark: str, node_count: int, sizes: 
     return replace(job, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}", training=training, tracking=tracking)
 
 
-def probes_to_run(jobs_uri: str, mark: str, counts: Sequence[int]) -> tuple[int, ...]:
-    """Return those of the node counts on which no probe has succeeded yet."""
-    return tuple(count for count in counts if not has_succeeded(RunDir(f"{jobs_uri}/{probe_id(mark, count)}")))
-
-
-def run_probes(
+def forecast_from_probe(
     manager: GPUClusterManager,
     job: JobConfig,
     sizes: Sizes,
-    counts: Sequence[int],
+    node_count: int,
     mark: str,
     env: dict[str, str],
     learned: LearnedCorrection,
     tell: Callable[[str], object] = lambda sentence: None,
-    left: Callable[[], float | None] = lambda: None,
+    left: float | None = None,
     command: tuple[str, ...] | None = None,
 ) -> Forecast:
-    """Return the forecast from probes on these node counts (the planned one last), run now or read from before.
-    ``tell`` is called before each with a sentence that says which; ``left`` returns the node-seconds that the next one
-    may take, None for any. ``command``: of a script that trains. Raise `BudgetSpentError` where a probe came to that
-    limit, and as `run_probe` does."""
-    jobs_uri = job.run_dir.rpartition("/")[0]
-    measured, words, jobs, reused = [], [], [], True
-    for count in counts:
-        short = probe_job(job, jobs_uri, mark, count, sizes)
-        rundir = RunDir(short.run_dir)
-        if has_succeeded(rundir):
-            tell(f"the probe {short.job_id} was run before")
-        else:
-            tell(f"probing on {count} node(s): job {short.job_id}")
-            bounded = replace(short, training=replace(short.training, max_node_seconds=left()))
-            run_probe(manager, bounded, count, sizes.processes_per_node, env, tell, command)
-            reused = False
-        done = rundir.read_job().training  # an earlier probe may have had more steps
-        item = read_measured(list(rundir.events()), rundir.nodes(), count, done.global_batch_size, bool(sizes.cores))
-        tracking = TRACKING_SHARE * item.startup_seconds / sizes.crowding(count)
-        item = replace(item, startup_seconds=item.startup_seconds + tracking)  # where a run that is tracked has it
-        measured.append(item)
-        jobs.append(short.job_id)
-        words.append(f"{done.max_steps} steps on {count} node(s)")
+    """Return the forecast from a probe on so many nodes, run now or read from before. ``tell`` is called with a
+    sentence that says which; ``left``: the node-seconds that it may take, None for any. ``command``: of a script that
+    trains. Raise `BudgetSpentError` where the probe came to that limit, and as `run_probe` does."""
+    short = probe_job(job, job.run_dir.rpartition("/")[0], mark, node_count, sizes)
+    rundir, reused = RunDir(short.run_dir), ""
+    if has_succeeded(rundir):
+        tell(f"the probe {short.job_id} was run before")
+        reused = ", measured before and reused: nothing that matters to it has changed since"
+    else:
+        tell(f"probing on {node_count} node(s): job {short.job_id}")
+        bounded = replace(short, training=replace(short.training, max_node_seconds=left))
+        run_probe(manager, bounded, node_count, sizes.processes_per_node, env, tell, command)
+    done = rundir.read_job().training  # an earlier probe may have had more steps
+    took = read_measured(list(rundir.events()), rundir.nodes(), node_count, done.global_batch_size, bool(sizes.cores))
+    tracking = TRACKING_SHARE * took.startup_seconds / sizes.crowding(node_count)  # where a run that is tracked has it
     return Forecast(
-        measured=tuple(reversed(measured)),
+        measured=(replace(took, startup_seconds=took.startup_seconds + tracking),),
         sizes=sizes,
         basis="probe",
-        basis_words=f"a probe of {', '.join(words)}"
-        + (", measured before and reused: nothing that matters to it has changed since" if reused else ""),
+        basis_words=f"a probe of {done.max_steps} steps on {node_count} node(s){reused}",
         learned=learned,
-        rests_on=tuple(reversed(jobs)),
+        rests_on=(short.job_id,),
     )
 
 
@@ -546,10 +525,9 @@ def has_succeeded(rundir: RunDir) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedProbe:
-    """The expected cost of the probes of a plan, before any is bought."""
+    """The expected cost of a plan's probe, before it is bought."""
 
     seconds: Interval
-    """Wall seconds, one probe after the other."""
     usd: Interval
     basis: str
 
@@ -581,25 +559,22 @@ def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float)
     return f"the probe alone would take {probe}, and {' and '.join(said)}" if said else None
 
 
-def expect_probes(
-    past: Sequence[PastProbe], counts: Sequence[int], sizes: Sizes, price: SkuPrice, tier: Tier
-) -> ExpectedProbe | None:
-    """Return the expected cost of probes on these node counts; None where there are none to run. Pure.
+def expect_probe(
+    past: Sequence[PastProbe], node_count: int, sizes: Sizes, price: SkuPrice, tier: Tier
+) -> ExpectedProbe:
+    """Return the expected cost of a probe on so many nodes. Pure.
 
     It rests on past probes on this SKU, of any training, by how many ranks share a core. Without any it is a guess, and
     its interval says so. Raise `PriceError` for nodes without a price.
     """
-    if not counts:
-        return None
     alike = [item for item in past if item.sku == price.sku and item.processes_per_node == sizes.processes_per_node]
     took = [item.seconds / sizes.crowding(item.node_count) for item in alike] or [GUESSED_SECONDS]
-    each = {count: statistics.median(took) * sizes.crowding(count) for count in counts}
+    expected = statistics.median(took) * sizes.crowding(node_count)
     factor = math.exp(CONFIDENCE_90 * (PAST_SPREAD if alike else GUESS_SPREAD))
-    seconds, node_seconds = sum(each.values()), sum(count * value for count, value in each.items())
-    usd = node_seconds / 3600 * price.usd_per_hour(tier)
+    seconds = Interval(low=expected / factor, expected=expected, high=expected * factor)
     return ExpectedProbe(
-        seconds=Interval(low=seconds / factor, expected=seconds, high=seconds * factor),
-        usd=Interval(low=usd / factor, expected=usd, high=usd * factor),
+        seconds=seconds,
+        usd=seconds.scaled(node_count / 3600 * price.usd_per_hour(tier)),
         basis=f"{len(alike)} past probe(s) on {price.sku}" if alike else "no past probe: a guess",
     )
 

@@ -23,7 +23,7 @@ from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
-from dtrain_dagster.planning.evidence import run_probes
+from dtrain_dagster.planning.evidence import forecast_from_probe
 from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.results import (
     BEST,
@@ -363,16 +363,16 @@ def measure_trial(
     digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command(()))
     mark = f"{pace_mark(request.base, ranks, digest)}-w{request.base.training.world_size}-{request.name}"
     most = None if request.budget_usd is None else request.budget_usd / request.usd_per_node_hour * 3600
-    found = run_probes(
+    found = forecast_from_probe(
         manager,
         request.base,
         sizes,
-        (nodes,),
+        nodes,
         mark,
         dict(env),
         LearnedCorrection(),
         told,
-        left=lambda: most,
+        left=most,
         command=command,
     )
     usage = [item for job_id in found.rests_on for item in manager.node_usage(job_id)]

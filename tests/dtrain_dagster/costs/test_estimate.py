@@ -33,7 +33,7 @@ from dtrain_dagster.planning.build_plan import (
     remedies,
     sure_objection,
 )
-from dtrain_dagster.planning.evidence import probe_counts, read_measured
+from dtrain_dagster.planning.evidence import read_measured
 from dtrain_dagster.planning.scoring import Score, learn
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 from trainer.documents.presences import NodePresence
@@ -106,9 +106,6 @@ def test_node_counts_that_were_not_measured():
     assert far.high / far.expected > near.high / near.expected, "a guess says that it is one"
     other = forecast(TWO).seconds_at(2, speed=1.5)
     assert other.high / other.expected > near.high / near.expected
-    assert probe_counts(3, has_limits=False) == (3,)
-    assert probe_counts(3, has_limits=True) == (1, 2, 3)
-    assert probe_counts(1, has_limits=True) == (1,), "there are no more nodes than planned"
 
 
 def test_nodes_that_share_a_machine_are_extrapolated_with_a_wider_interval():

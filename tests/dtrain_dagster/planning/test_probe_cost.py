@@ -20,7 +20,7 @@ from dtrain_dagster.planning.build_plan import Limits, explain_excess
 from dtrain_dagster.planning.evidence import (
     ExpectedProbe,
     PastProbe,
-    expect_probes,
+    expect_probe,
     explain_dear_probe,
     left_node_seconds,
     payer_of,
@@ -45,23 +45,18 @@ def charge(job_id: str = "probe-a-2n", began: float = 1000.0) -> ProbeCharge:
     return ProbeCharge(job_id=job_id, usage=tuple(stays))
 
 
-def expected(counts: tuple[int, ...], *probes: PastProbe) -> ExpectedProbe:
-    found = expect_probes(probes, counts, SIZES, V100, "dedicated")
-    assert found is not None
-    return found
+def expected(nodes: int, *probes: PastProbe) -> ExpectedProbe:
+    return expect_probe(probes, nodes, SIZES, V100, "dedicated")
 
 
 def test_an_expected_probe_rests_on_probes_of_other_trainings_or_says_that_it_is_a_guess():
-    guess, known = expected((3,)), expected((3,), past(3, 20.0), past(3, 24.0), past(1, 60.0))
+    guess, known = expected(3), expected(3, past(3, 20.0), past(3, 24.0), past(1, 60.0))
     assert "a guess" in guess.basis
     assert known.seconds.expected == 24.0
     assert known.usd.expected == pytest.approx(24.0 * 3 / 3600 * 3.06)
     assert guess.usd.high / guess.usd.low > known.usd.high / known.usd.low > 2
-    assert expected((1,), past(3, 30.0)).seconds.expected == pytest.approx(20.0), "three ranks shared two cores"
-    assert "a guess" in expected((3,), past(3, 20.0, "Standard_NC4as_T4_v3")).basis, "of another SKU"
-    both = expected((1, 3), past(3, 30.0))
-    assert both.usd.expected == pytest.approx((20.0 + 3 * 30.0) / 3600 * 3.06)
-    assert expect_probes([past(3, 20.0)], (), SIZES, V100, "dedicated") is None, "nothing is to be run"
+    assert expected(1, past(3, 30.0)).seconds.expected == pytest.approx(20.0), "three ranks shared two cores"
+    assert "a guess" in expected(3, past(3, 20.0, "Standard_NC4as_T4_v3")).basis, "of another SKU"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +72,7 @@ def test_an_expected_probe_rests_on_probes_of_other_trainings_or_says_that_it_is
 def test_a_probe_that_does_not_fit_the_limits_is_refused_before_it_runs(
     limits: Limits, stop_at_usd: float, word: str | None
 ):
-    said = explain_dear_probe(expected((1,), past(1, 20.0)), limits, stop_at_usd)
+    said = explain_dear_probe(expected(1, past(1, 20.0)), limits, stop_at_usd)
     assert (said is None) is (word is None)
     assert word is None or word in str(said)
 
