@@ -32,11 +32,7 @@ from dtrain_dagster.settings.environment import load_settings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.data.manifest import NoDatasetError, read_dataset_manifest
-from trainer.documents.places import inside
 from trainer.storage.open import open_storage
-
-MOST_COLUMNS = 5
-"""The columns of a dataset's preview."""
 
 
 class PricesConfig(LaunchpadOptions):
@@ -184,7 +180,6 @@ def shard_prices(
     manifest = built.manifest()
     columns = [dg.TableColumn(c["name"], c["type"], f"{c['description']} ({c['role']})") for c in manifest["columns"]]
     facts = {
-        "preview": _preview(preview_rows(built.uri)),
         "dagster/column_schema": dg.TableSchema(columns),
         "splits": dg.JsonMetadataValue(manifest["splits"]),
         "shards": len(manifest["shards"]),
@@ -221,25 +216,6 @@ def opened_engine(name: str) -> Iterator[DataEngine]:
         return
     with opened_ray_engine(RaySettings.read().address) as engine:
         yield engine
-
-
-def preview_rows(uri: str) -> list[dict[str, Any]]:
-    """Return the first rows of the first shard, as text for a table."""
-    import pyarrow.parquet as pq
-
-    manifest = read_dataset_manifest(open_storage(uri))
-    with open(inside(uri, manifest["shards"][0]["path"], f"a shard of {uri}"), "rb") as handle:
-        rows = next(pq.ParquetFile(handle).iter_batches(batch_size=10)).to_pylist()
-    return [
-        {name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in row.items()}
-        for row in rows
-    ]
-
-
-def _preview(rows: list[dict[str, Any]]) -> dg.TableMetadataValue:
-    """Return the first rows with a few of their columns; the page lists all columns above it."""
-    names = list(rows[0]) if rows else []
-    return best_rows(rows, names if len(names) <= MOST_COLUMNS else [*names[: MOST_COLUMNS - 1], names[-1]])
 
 
 class FolderConfig(LaunchpadOptions):

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from dtrain_dagster.assets.checks import _samples_check
-from dtrain_dagster.assets.dataset import preview_rows
 from dtrain_dagster.automation.retraining import prices_of
 from dtrain_dagster.data import price_file
 from dtrain_dagster.data.build_once import publish_dataset, verify_shards
@@ -186,7 +185,6 @@ HOSTILE = ("", "[]", "{", "NaN", '{"source": 7}', '{"source": {}, "source": {}}'
 READERS: dict[str, Callable[[Path], object]] = {
     "a training": lambda folder: DataShardManager(str(folder), folder.parent / "cache"),
     "a check of shards": lambda folder: verify_shards(str(folder)),
-    "a preview": lambda folder: preview_rows(str(folder)),
     "publishing": lambda folder: publish_dataset(str(folder), folder.name, str(folder.parent / "shared")),
     "prices of a training": lambda folder: prices_of(str(folder.parent), folder.name),
     "samples of a training": lambda folder: _samples_check({"consumed": [], "epochs": 0}, _plan(folder)),
@@ -235,7 +233,6 @@ def test_nothing_reads_or_copies_what_a_manifest_names_outside(copy: Path, path:
     bad = hostile_data.changed(copy, tmp_path / "bad", hostile_data.with_value("shards", 0, "path", path))
     for use in (
         lambda: verify_shards(str(bad)),
-        lambda: preview_rows(str(bad)),
         lambda: publish_dataset(str(bad), "abc", str(tmp_path / "shared")),
         lambda: DataShardManager(str(bad), tmp_path / "cache"),
     ):
