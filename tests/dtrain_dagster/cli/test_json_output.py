@@ -97,7 +97,7 @@ def test_lines_of_logs_have_node_and_time(home: Path):
     assert "has no log of a node 2" in refused.stderr
 
 
-@pytest.mark.parametrize("cluster", ["azure_ml", "slurm", "kubernetes", "ray"])
+@pytest.mark.parametrize("cluster", ["azure_ml", "slurm"])
 def test_a_cluster_that_cannot_be_used_is_an_answer(home: Path, monkeypatch: pytest.MonkeyPatch, cluster: str):
     monkeypatch.setenv("DTRAIN_CLUSTER", cluster)
     answer = printed("dtrain doctor", code=1)

@@ -23,6 +23,7 @@ from told_events import told, write_run
 from dtrain_dagster.cli.facts import format_progress, print_status, read_course
 from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
 from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
+from dtrain_dagster.cli.start import ended_by_signals
 from dtrain_dagster.clusters.base import JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.jobs.facts import JobFacts
@@ -81,25 +82,19 @@ def test_commands_and_options_are_those_that_people_have_learnt():
     assert found == OPTIONS
 
 
-def loaded(heavy: tuple[str, ...], code: str) -> str:
-    """Which of these packages a process of a command has loaded."""
-    code = f"import sys\n{code}\nprint([name for name in {heavy!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.strip()
-
-
-def test_help_imports_nothing_that_takes_time():
-    heavy = ("torch", "dagster", "pydantic", "rich", "fsspec", "numpy", "azure")
-    assert loaded(heavy, "import dtrain_dagster.cli.main") == "[]"
-
-
-def test_commands_load_no_dagster_and_those_that_look_nothing_of_a_training():
-    ask = "from dtrain_dagster.cli.common import cluster_of, read_settings; cluster_of(read_settings())[0].manager()"
-    jobs = f"{ask}; import dtrain_dagster.cli.jobs"
-    assert loaded(("dagster", "mlflow", "torch", "numpy", "pandas", "requests"), jobs) == "[]"
+def test_help_and_commands_load_nothing_that_they_do_not_need():
+    ask = "from dtrain_dagster.cli.common import manager_of, read_settings; manager_of(read_settings())"
     every = "; ".join(f"load_command({name!r})" for names in SECTIONS.values() for name in names)
-    every = f"from dtrain_dagster.cli.main import load_command; {every}"
-    assert loaded(("dagster", "mlflow", "torch", "optuna"), every) == "[]"
+    steps = {
+        "import dtrain_dagster.cli.main": ("torch", "dagster", "pydantic", "rich", "fsspec", "numpy", "azure"),
+        f"{ask}; import dtrain_dagster.cli.jobs": ("dagster", "mlflow", "torch", "numpy", "pandas", "requests"),
+        f"from dtrain_dagster.cli.main import load_command; {every}": ("dagster", "mlflow", "torch", "optuna"),
+    }
+    code = "import sys\n" + "".join(
+        f"{step}\nprint([name for name in {heavy!r} if name in sys.modules])\n" for step, heavy in steps.items()
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["[]"] * 3
 
 
 @pytest.mark.slow
@@ -144,12 +139,18 @@ def test_a_disk_that_fills_up_is_named_and_ends_in_an_error(shell: Shell):
     assert "make room there" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_cancels_the_job(shell: Shell, number: signal.Signals, code: int):
-    script = str(shell.folder / "s.py")
-    ended, out, err = shell.interrupted("launch", "--name", "long", script, "wait", when="rank", number=number)
-    assert ended == code, out + err
+def test_a_signal_ends_a_command_with_its_code_after_what_has_to_be_done(number: signal.Signals, code: int):
+    done: list[int] = []
+    with pytest.raises(SystemExit) as ended, ended_by_signals(lambda: done.append(1)):
+        signal.raise_signal(number)
+    assert (ended.value.code, done) == (code, [1])
+
+
+@pytest.mark.slow
+def test_ctrl_c_cancels_the_job(shell: Shell):
+    code, out, err = shell.interrupted("launch", "--name", "long", str(shell.folder / "s.py"), "wait", when="rank")
+    assert code == 130, out + err
     assert "cancelling job long" in err
     assert "job long: cancelled" in err
     assert f"run it again: dtrain launch --name long {shell.folder}/s.py wait\n" in err

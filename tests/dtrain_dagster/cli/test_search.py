@@ -135,10 +135,6 @@ def test_a_search_of_which_every_process_is_killed_goes_on_and_buys_nothing_twic
     ("options", "words"),
     [
         (["--space", "{}"], "it is empty"),
-        (
-            ["--space", '{"training.learning_rate": {"low": -1.0, "high": 1.0, "log": true}}'],
-            "`low > 0` must hold",
-        ),
         (["--space", '{"model.args.chanels": {"low": 8, "high": 16}}'], "argument 'chanels'; it accepts: channels"),
         (["--space", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--space", "{"], "is not JSON"),
