@@ -16,6 +16,7 @@ import click
 
 from dtrain_dagster.cli.common import EXIT_UNUSABLE, read_settings, refuses
 from dtrain_dagster.cli.start import say_after_work
+from dtrain_dagster.jobs.spending import jobs_noted_since
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import HomeError, hold_home, make_home, plan_removal, remove, unwritable
 from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
@@ -153,9 +154,8 @@ def work(command: tuple[str, ...], go_on: str | None) -> None:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = process.wait()
     if interrupts:
-        say_after_work(
-            read_settings(), began, go_on or shlex.join(["python", "-m", "dtrain_dagster", "work", *command])
-        )
+        jobs = jobs_noted_since(home, began)
+        say_after_work(read_settings(), jobs, go_on or shlex.join(["python", "-m", "dtrain_dagster", "work", *command]))
     sys.exit(code if code >= 0 else 128 - code)
 
 

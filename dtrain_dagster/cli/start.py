@@ -294,13 +294,8 @@ def say_that_jobs_go_on(jobs: str, name: str, again: str) -> None:
     say(f"go on: {again}", err=True)
 
 
-def say_after_work(settings: Settings, since: float, go_on: str) -> None:
-    """Print how the jobs stand that have begun or ended ``since`` an interrupted command did, and the command that goes
-    on."""
-    jobs: list[str] = []
-    with suppress(*TROUBLE):
-        known = reversed(manager_of(settings).list_jobs())
-        jobs = [job.job_id for job in known if max(job.started_at or 0.0, job.ended_at or 0.0) >= since]
+def say_after_work(settings: Settings, jobs: Sequence[str], go_on: str) -> None:
+    """Print how the ``jobs`` stand that an interrupted command had begun, and the command that goes on."""
     for job_id in jobs:
         say_how_it_stands(settings, job_id)
     if not jobs:

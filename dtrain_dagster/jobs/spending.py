@@ -69,6 +69,8 @@ class Promise:
     """The number of the launch that was there before."""
     paid: dict[str, Units] | None = None
     """Month → units that were paid; None as long as that may change."""
+    noted_at: float = 0.0
+    """When a command or a run has begun it, or gone on with it."""
 
     @property
     def is_held(self) -> bool:
@@ -144,9 +146,16 @@ def _read(folder: Path) -> Book:
 
 
 def note_start(home: Path, job_id: str, part_of: str = "") -> None:
-    """Note that a job is about to be launched, so that it is read again. ``part_of``: whose promise covers it."""
+    """Note that a job is begun or gone on with, so that it is read again. ``part_of``: whose promise covers it."""
     with open_book(home) as book:
-        book[job_id] = replace(book.get(job_id, Promise()), paid=None, part_of=part_of)
+        book[job_id] = replace(book.get(job_id, Promise()), paid=None, part_of=part_of, noted_at=time.time())
+
+
+def jobs_noted_since(home: Path, since: float) -> list[str]:
+    """Return the jobs that were begun or gone on with since then (Unix seconds), in the order of these."""
+    with open_book(home) as book:
+        noted = sorted((promise.noted_at, name) for name, promise in book.items() if not name.startswith(GROUP))
+    return [name for at, name in noted if at >= since]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +210,7 @@ class SpendingBook:
                 holder=me.create_time(),
                 pid=me.pid,
                 before=0 if wanted.is_group else self._launch_number(wanted.name),
+                noted_at=time.time(),
             )
         try:
             yield judged
@@ -273,7 +283,7 @@ class SpendingBook:
             return _Looked(promise, is_open, unknown=f"{error}")
         paid = paid_by_month(tracker.nodes)
         if not is_open and all(node.ended_at is not None for node in nodes):
-            return _Looked(Promise(part_of=promise.part_of, paid=paid), False)
+            return _Looked(Promise(part_of=promise.part_of, paid=paid, noted_at=promise.noted_at), False)
         hourly = each * int(launch.get("node_count") or 0)
         whole = _promised(promise, limit, plan, nodes, sum(paid.values()), each, hourly)
         return _Looked(promise, is_open, paid, hourly, whole)

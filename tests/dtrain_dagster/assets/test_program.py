@@ -13,6 +13,7 @@ from dtrain_dagster.assets.program import ProgramOptions, program_page
 from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus
 from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
 from dtrain_dagster.jobs.progress import JOB_TAG
+from dtrain_dagster.jobs.spending import jobs_noted_since
 from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset
 from tests.page import Page
 from tests.webhook import web_hook
@@ -102,6 +103,7 @@ def test_a_failure_has_the_log_and_the_cost(program: dg.Definitions, tmp_path: P
     found = failure.user_failure_data.metadata
     assert "rank 1 of 2 fail" in str(found["log"].value)
     assert found["cost_usd"].value > 0
+    assert jobs_noted_since(tmp_path / "home", 0.0) == [found["job_id"].value]
 
 
 def test_a_job_of_the_same_program_that_still_runs_is_followed(program: dg.Definitions):

@@ -25,6 +25,7 @@ from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.progress import CLAIM
+from dtrain_dagster.jobs.spending import jobs_noted_since
 from dtrain_dagster.jobs.totals import cost_of
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
@@ -135,6 +136,7 @@ def test_a_job_that_runs_is_given_the_budget_of_the_run_that_attaches_to_it(tmp_
     with ThreadPoolExecutor() as pool:
         pool.submit(supervise)
         assert adopt(tmp_path, stop_at_usd=20.0)[0].success
+    assert jobs_noted_since(tmp_path, 0.0) == [Path(rundir.uri).name], "it was gone on with"
     limit = rundir.read_json(LIMIT) or {}
     assert limit["stop_at_usd"] == 20.0
     assert limit["max_node_seconds"] == pytest.approx(20 / 3.06 * 3600), "at one price, whatever was paid before"

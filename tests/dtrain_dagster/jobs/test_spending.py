@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
@@ -15,7 +16,7 @@ import pytest
 from dtrain_dagster.costs.ceilings import CeilingError, Ceilings, Spending, month_of, write_ceilings
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.spending import SpendingBook, Wanted, note_start, open_book
+from dtrain_dagster.jobs.spending import SpendingBook, Wanted, jobs_noted_since, note_start, open_book
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.storage.base import Storage
@@ -69,9 +70,12 @@ def test_what_was_paid_counts_in_the_month_in_which_it_was(book: SpendingBook, j
 
 def test_a_job_that_has_ended_is_read_once_and_again_when_it_is_continued(book: SpendingBook, job: Job):
     rundir = job("over", NOW - 7200.0, 3600.0, state="failed")
+    note_start(book.home, "over")
     before = look(book)["over"]
     rundir.storage.delete(LAUNCH)
     assert look(book)["over"] == before, "nothing of it is read again"
+    assert jobs_noted_since(book.home, 0.0) == ["over"], "who has begun it is still told of it"
+    assert jobs_noted_since(book.home, time.time() + 60) == []
     job("over", NOW - 7200.0, 7000.0, state="failed")
     note_start(book.home, "over")
     assert usd(look(book)["over"].month_units) == pytest.approx(HOURLY * 7000 / 3600)
