@@ -20,7 +20,7 @@ from dtrain_dagster.settings.azure import AzureMLOptions, read_azure_options, re
 from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
-from dtrain_dagster.settings.notices import job_page
+from dtrain_dagster.settings.links import job_page
 from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.audit import AuditLog
 from trainer.model.allowed_factories import VARIABLE

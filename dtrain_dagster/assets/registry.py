@@ -11,7 +11,7 @@ from dtrain_dagster.assets.outcome import Outcome
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.totals import cost_of
-from dtrain_dagster.settings.notices import run_page
+from dtrain_dagster.settings.links import run_page
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.evaluation.gate import POINT_RULE, RULE, score_of
 

@@ -17,7 +17,7 @@ from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_facts import places_of
 from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
 from dtrain_dagster.dashboard.orders import OrderDesk
-from dtrain_dagster.dashboard.server import JobServices, build_app
+from dtrain_dagster.dashboard.server import build_app
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.secrets import resolve
@@ -175,8 +175,8 @@ def _serve_jobs(
     if settings.kind.shares_home and "://" not in settings.jobs_uri:
         logs = LogFiles(lambda job_id: Path(run_dir(settings, job_id).storage.local_path(LOGS)))
     desk = None if read_only or host not in LOOPBACK else OrderDesk(settings.home)
-    services = JobServices(places=places_of(settings), logs=logs, desk=desk)
-    app = build_app(JobBoard(settings.jobs_uri, settings.tiers[0]), (host, *names), services)
+    board = JobBoard(settings.jobs_uri, settings.tiers[0])
+    app = build_app(board, (host, *names), places_of(settings), logs, desk)
     with listening(host, port) as bound:
         served = server(app)
         served.config.load()  # imports, in whose callbacks a Ctrl-C can be lost, come before the address is told

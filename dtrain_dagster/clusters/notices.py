@@ -233,7 +233,7 @@ def _find_links(rundir: RunDir, launch: Mapping[str, Any]) -> list[str]:
     """Return the addresses of pages about a job: on the dashboard, in Azure's studio, of the Dagster run that wants it.
     Nodes can write the run directory, so only addresses that can be nothing else are taken from it."""
     from dtrain_dagster.settings.environment import setting
-    from dtrain_dagster.settings.notices import job_page, studio_url
+    from dtrain_dagster.settings.links import job_page, studio_url
 
     links = [job_page(setting("dashboard_url"), str(launch.get("job_id", "")))]
     if studio := studio_url(launch.get("studio_url")):

@@ -27,7 +27,7 @@ from dtrain_dagster.jobs.view import UNREADABLE
 from dtrain_dagster.monitoring.alerts import advise
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
 from dtrain_dagster.settings.environment import MLFLOW_HERE, Settings
-from dtrain_dagster.settings.notices import run_page, studio_url
+from dtrain_dagster.settings.links import run_page, studio_url
 from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
@@ -47,6 +47,9 @@ class Places:
 
     dagster_url: str = ""
     mlflow_url: str = ""
+
+
+NOWHERE = Places()
 
 
 def places_of(settings: Settings) -> Places:

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from dtrain_dagster.dashboard.job_board import OpenJob
-from dtrain_dagster.dashboard.job_facts import Places
+from dtrain_dagster.dashboard.job_facts import NOWHERE, Places
 from dtrain_dagster.settings.tiers import Tier
 from trainer.rundir import RunDir
 
@@ -87,7 +87,7 @@ def script_hash(script: str) -> str:
     return base64.b64encode(hashlib.sha256(unified.encode()).digest()).decode()
 
 
-def report_page(rundir: RunDir, tier: Tier, places: Places = Places()) -> str:  # noqa: B008 - it is frozen
+def report_page(rundir: RunDir, tier: Tier, places: Places = NOWHERE) -> str:
     """Return a job's present state as a page of its own, about 5 MB. ``tier``: of a job without a plan."""
     now = time.time()
     job = OpenJob(rundir, tier).refresh(now)

@@ -12,7 +12,7 @@ import ipaddress
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import lru_cache
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as METRICS_TYPE
@@ -28,7 +28,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
 from dtrain_dagster.dashboard import page
 from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
-from dtrain_dagster.dashboard.job_facts import Places
+from dtrain_dagster.dashboard.job_facts import NOWHERE, Places
 from dtrain_dagster.dashboard.job_list import ROWS, STATES, list_page
 from dtrain_dagster.dashboard.log_pages import LogSource
 from dtrain_dagster.dashboard.metrics import exposition
@@ -53,33 +53,23 @@ NO_LOGS = "the logs of this job are not on this machine: `dtrain logs` asks its 
 NO_ORDERS = "this dashboard does not take orders"
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobServices:
-    """What a job's page offers beside what its run directory says."""
-
-    places: Places = field(default_factory=Places)
-    logs: LogSource | None = None
-    """None: logs are not shown."""
-    desk: OrderDesk | None = None
-    """None: the page gives no orders."""
-
-
 def build_app(
     board: JobBoard,
     hosts: Sequence[str] = (),
-    services: JobServices = JobServices(),
+    places: Places = NOWHERE,
+    logs: LogSource | None = None,
+    desk: OrderDesk | None = None,
 ) -> Starlette:
-    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's."""
+    """Return the web application, with its guard. ``hosts``: names that it answers to, besides loopback's. ``places``:
+    pages of other programs; ``logs``: None, and logs are not shown; ``desk``: None, and pages give no orders."""
 
     def metrics(request: Request) -> Response:
         return Response(exposition(board), media_type=METRICS_TYPE)
 
     rules = rules_for("127.0.0.1", hosts, json_only=True, headers=HEADERS)
     compression = Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
-    return Starlette(
-        routes=[*list_routes(board), *_file_routes(), *job_routes(board, services), Route("/metrics", metrics)],
-        middleware=[Middleware(Guard, rules=rules), compression],
-    )
+    routes = [*list_routes(board), *_file_routes(), *job_routes(board, places, logs, desk), Route("/metrics", metrics)]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, rules=rules), compression])
 
 
 def _file_routes() -> list[Route]:
@@ -120,7 +110,7 @@ def list_routes(board: JobBoard) -> list[Route]:
     return [Route("/", answer), Route("/find/{text}", answer)]
 
 
-def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
+def job_routes(board: JobBoard, places: Places, source: LogSource | None, desk: OrderDesk | None) -> list[Route]:
     """Return the routes of a job's page: figures, facts, costs, logs, orders."""
 
     def of_job(answer: Callable[[Request, OpenJob], Response]) -> Callable[[Request], Response]:
@@ -140,32 +130,31 @@ def job_routes(board: JobBoard, services: JobServices) -> list[Route]:
         return endpoint
 
     def job_page(request: Request) -> Response:
-        return HTMLResponse(page.live_job_page(gives_orders=services.desk is not None))
+        return HTMLResponse(page.live_job_page(gives_orders=desk is not None))
 
     def figures(request: Request, found: OpenJob) -> Response:
         asked = request.query_params
         return _json(found.snapshot(_read_number(asked.get("since", "")), asked.get("token", ""), time.time()))
 
     def facts(request: Request, found: OpenJob) -> Response:
-        return _json(found.facts(services.places))
+        return _json(found.facts(places))
 
     def account(request: Request, found: OpenJob) -> Response:
         return _json(asdict(found.account(time.time())))
 
     def logs(request: Request, found: OpenJob) -> Response:
-        if services.logs is None:
+        if source is None:
             return _refuse(NO_LOGS, 404)
         asked = request.query_params
         node = _read_number(asked["node"]) if asked.get("node") else None
-        return _json(asdict(services.logs.page(found.row.job_id, node, asked.get("cursor", ""))))
+        return _json(asdict(source.page(found.row.job_id, node, asked.get("cursor", ""))))
 
     def orders(request: Request, found: OpenJob) -> Response:
-        if services.desk is None:
+        if desk is None:
             return _refuse(NO_ORDERS, 404)
-        return _json(services.desk.describe(found.row.job_id, found.row.state))
+        return _json(desk.describe(found.row.job_id, found.row.state))
 
     async def give_order(request: Request) -> Response:
-        desk = services.desk
         if desk is None:
             return _refuse(NO_ORDERS, 404)
         is_own = is_own_user(request.scope.get("client"), request.scope.get("server"))

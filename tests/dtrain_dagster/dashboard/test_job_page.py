@@ -18,7 +18,7 @@ from dtrain_dagster.dashboard.job_board import CANNOT_READ, JobBoard, OpenJob
 from dtrain_dagster.dashboard.job_facts import Places, links_of, result_in_words, settings_text
 from dtrain_dagster.dashboard.server import _refuse
 from dtrain_dagster.reports.performance import summarise_performance
-from dtrain_dagster.settings.notices import studio_url
+from dtrain_dagster.settings.links import studio_url
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir
 

@@ -21,7 +21,7 @@ from dtrain_dagster.dashboard.orders import (
     judge_order,
     order_command,
 )
-from dtrain_dagster.dashboard.server import JobServices, build_app, is_own_user
+from dtrain_dagster.dashboard.server import build_app, is_own_user
 from dtrain_dagster.jobs.orders import ScriptOrder, environment_anywhere, keep_script
 from tests.abuse.websites import served
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
@@ -84,8 +84,11 @@ def test_who_is_not_on_this_machine_is_not_its_user(monkeypatch: pytest.MonkeyPa
 
 
 @contextmanager
-def serving(jobs: Path, services: JobServices, host: str = "127.0.0.1", names: tuple[str, ...] = ()) -> Iterator[str]:
-    with served(build_app(JobBoard(str(jobs), "dedicated"), names, services), host=host) as port:
+def serving(
+    jobs: Path, host: str = "127.0.0.1", names: tuple[str, ...] = (), logs: LogFiles | None = None, orders: bool = True
+) -> Iterator[str]:
+    desk = OrderDesk(jobs.parent) if orders else None
+    with served(build_app(JobBoard(str(jobs), "dedicated"), names, logs=logs, desk=desk), host=host) as port:
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -95,7 +98,7 @@ def post(url: str, job_id: str, order: str, **headers: str) -> requests.Response
 
 def test_no_other_site_gives_an_order(tmp_path: Path) -> None:
     write_run(tmp_path / "jobs", "mine", told(2), state="failed")
-    with serving(tmp_path / "jobs", JobServices(desk=OrderDesk(tmp_path)), names=("mine.example",)) as url:
+    with serving(tmp_path / "jobs", names=("mine.example",)) as url:
         assert post(url, "mine", "resume", Origin="http://evil.example").status_code == 403
         assert post(url, "mine", "resume", Host="mine.example").status_code == 403
         form = requests.post(f"{url}/jobs/mine/orders", data={"order": "resume"}, timeout=10)
@@ -111,14 +114,14 @@ def test_no_other_site_gives_an_order(tmp_path: Path) -> None:
 def test_the_user_of_this_machine_gives_orders_over_either_loopback(tmp_path: Path, host: str) -> None:
     """An order that a job of this state takes from nobody: who asks was let through."""
     write_run(tmp_path / "jobs", "mine", told(2), state="succeeded")
-    with serving(tmp_path / "jobs", JobServices(desk=OrderDesk(tmp_path)), host) as url:
+    with serving(tmp_path / "jobs", host) as url:
         refused = post(url, "mine", "cancel")
     assert (refused.status_code, "it is not running" in refused.text) == (409, True), refused.text
 
 
 def test_a_dashboard_that_reads_only_has_no_buttons(tmp_path: Path) -> None:
     write_run(tmp_path / "jobs", "mine", told(2))
-    with serving(tmp_path / "jobs", JobServices()) as url:
+    with serving(tmp_path / "jobs", orders=False) as url:
         assert post(url, "mine", "cancel").status_code == 404
         assert '"orders": false' in requests.get(f"{url}/jobs/mine", timeout=10).text
         assert requests.get(f"{url}/jobs/mine/logs.json", timeout=10).status_code == 404
@@ -133,8 +136,7 @@ def test_an_order_is_the_command_that_a_shell_would_give(tmp_path: Path, monkeyp
     for name in ("click", "dagster"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
     write_run(tmp_path / "jobs", "mine", told(2))
-    desk = OrderDesk(tmp_path)
-    with serving(tmp_path / "jobs", JobServices(desk=desk)) as url:
+    with serving(tmp_path / "jobs") as url:
         given = post(url, "mine", "cancel")
         assert (given.status_code, given.json()["command"]) == (202, "dtrain cancel mine")
         again = post(url, "mine", "cancel")
@@ -196,7 +198,7 @@ def test_hostile_lines_and_paths_of_logs_stay_text(tmp_path: Path) -> None:
     rundir = write_run(tmp_path / "jobs", "mine", told(2))
     rundir.storage.write("logs/node-0.log", b"</script><script>alert(1)</script>\npassword=PLANTEDPLANTED\n")
     logs = LogFiles(lambda job_id: Path(rundir.storage.local_path("logs")))
-    with serving(tmp_path / "jobs", JobServices(logs=logs)) as url:
+    with serving(tmp_path / "jobs", logs=logs) as url:
         answer = requests.get(f"{url}/jobs/mine/logs.json", timeout=10)
         assert requests.get(f"{url}/jobs/..%2fmine/logs.json", timeout=10).status_code == 404
     assert answer.headers["content-type"] == "application/json"
