@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.client import (
     NotFound,
     ScopeMissing,
@@ -31,7 +30,16 @@ from dtrain_dagster.clusters.azure_ml.job_records import (
     job_status_of,
 )
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
-from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record, launch_durations
+from dtrain_dagster.clusters.azure_ml.launch_record import (
+    Launches,
+    Record,
+    exclude_own,
+    excluded,
+    launch_durations,
+    mark_of,
+    next_launch,
+    next_record,
+)
 from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble, read_service_words
 from dtrain_dagster.clusters.azure_ml.states import (
@@ -101,8 +109,8 @@ class JobController:
                     return None
                 if record is None or not self.is_final(record):
                     continue
-            following = launch_records.next_launch(record, spec, got, self.options.cluster_name, self.run_id)
-            self.active.enter(launch_records.mark_of(following["job_id"], following["launch"]))
+            following = next_launch(record, spec, got, self.options.cluster_name, self.run_id)
+            self.active.enter(mark_of(following["job_id"], following["launch"]))
             if self.launches.compare_and_swap(before, following):
                 return self._put(following)
 
@@ -185,7 +193,7 @@ class JobController:
             fields = {"confirmed": True, "studio_url": job.studio_url}
             facts = replace(facts, record=self.launches.change(record["token"], **fields) or record)
         if not self.tends and not cancelling and decision.action not in ("settle", "report", "wait", "make_sure"):
-            return self.report(facts, decision, write=False)
+            return self.report(facts, decision)
         try:
             return self._act(facts, decision)
         except ServiceError as error:
@@ -213,7 +221,7 @@ class JobController:
                 _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
             fields = {"stopping": record["stopping"] or decision.message}
             if phase_of(facts.job) == "waiting":
-                fields |= {"nodes_ready": facts.nodes_ready, "excluded": launch_records.exclude_own(record)}
+                fields |= {"nodes_ready": facts.nodes_ready, "excluded": exclude_own(record)}
                 fields |= {"waiting_since": record["waiting_since"] or record["submitted_at"]}
             if self.launches.change(record["token"], **fields):
                 self._cancel_in_service(record, decision.message)
@@ -243,11 +251,8 @@ class JobController:
             is_known = self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
         except ServiceRefused as error:
             is_known, answer = False, f"refused: {error}"
-        _log.warning(
-            "job %s is not known to the service; its cancellation: %s",
-            record["job_name"],
-            "taken" if is_known else answer,
-        )
+        became = "taken" if is_known else answer
+        _log.warning("job %s is not known to the service; its cancellation: %s", record["job_name"], became)
         if is_known:
             fields = {"missing_since": None, "confirmed": True, "stopping": record["stopping"] or WAS_THERE}
             self.launches.change(record["token"], **fields)
@@ -274,7 +279,7 @@ class JobController:
             message = f"has been waiting for capacity for {now - waiting_since:.0f} s"
             return self._wait_for_nodes(facts, decision, message, waiting_since)
         if read_cluster_trouble(read_service_words(facts.job.error_message)) == "refused":
-            kinds = launch_records.exclude_own(record)
+            kinds = exclude_own(record)
             record = self.launches.change(record["token"], excluded=kinds) or record
         try:
             got = self._get_nodes(record)
@@ -294,7 +299,7 @@ class JobController:
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
             return self.report(facts, decision)  # somebody else was faster
-        following = launch_records.next_record(current, got, decision.message)
+        following = next_record(current, got, decision.message)
         if not self.launches.compare_and_swap(before, following):
             return self.report(facts, decision)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
@@ -322,7 +327,7 @@ class JobController:
                 here = {name: record[name] for name in ("compute", "sku", "tier")}
                 return Provisioned(**here, node_count=came, max_nodes=asked, attempts=())
             try:
-                return self.provisioner.provision(count, record["sku"], launch_records.excluded(record))
+                return self.provisioner.provision(count, record["sku"], excluded(record))
             except NoCapacityError as error:
                 refusals.append(error)
         raise refusals[0]
@@ -395,10 +400,10 @@ class JobController:
         status = self.read_status() if status is None else status
         return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
 
-    def report(self, facts: JobFacts, decision: JobDecision, write: bool = True) -> JobStatus:
-        """Return the job's status now; it is written where anything but its words has changed."""
+    def report(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
+        """Return the job's status now. Who tends the job writes it, where anything but its words has changed."""
         status = describe_status(facts, decision)
-        if write and self.tends:
+        if self.tends:
             known = self.read_status()
             if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
                 self.rundir.write_json(STATUS, status)
@@ -426,12 +431,7 @@ class JobController:
         )
 
     def write_end(
-        self,
-        facts: JobFacts,
-        decision: JobDecision,
-        ended_at: float,
-        exit_code: int,
-        starved: Starved | None = None,
+        self, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int, starved: Starved | None = None
     ) -> JobStatus:
         """Write how this launch ended, for any caller that looks, and return the status."""
         status = describe_status(facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
@@ -440,10 +440,8 @@ class JobController:
         return job_status_of(status)
 
     def _count_alive(self, now: float) -> int:
-        return sum(
-            presences.is_here(node, now, self.stale)
-            for node in presences.find_latest_presences(self.rundir.nodes(True))
-        )
+        latest = presences.find_latest_presences(self.rundir.nodes(True))
+        return sum(presences.is_here(node, now, self.stale) for node in latest)
 
     def usage(self, record: Record, running: bool, now: float) -> list[NodeUsage]:
         """Return every presence of a node as paid time, with the SKU and tier that were really bought."""

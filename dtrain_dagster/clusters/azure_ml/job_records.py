@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.azure_ml import launch_record as launch_records
 from dtrain_dagster.clusters.azure_ml.jobs import JOB_TAG, LAUNCH_TAG, RUN_DIR_TAG, RUN_TAG
-from dtrain_dagster.clusters.azure_ml.launch_record import Record, job_name
+from dtrain_dagster.clusters.azure_ml.launch_record import Launches, Record, excluded, job_name
 from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioner
 from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
 from dtrain_dagster.clusters.azure_ml.states import JobDecision, JobFacts, ServiceJob, phase_of
@@ -41,7 +40,7 @@ def gather_facts(
         if ready < record["node_count"]:
             error = provisioner.allocation_error(record["compute"], patience)
     here = SkuChoice(sku=record["sku"], tier=record["tier"])
-    others = chain(record["sku"], options.chain, options.tiers, {here, *launch_records.excluded(record)})
+    others = chain(record["sku"], options.chain, options.tiers, {here, *excluded(record)})
     return JobFacts(
         record=record,
         job=job,
@@ -147,7 +146,7 @@ def judge_job(job: ServiceJob, jobs_uri: str, live_runs: Collection[str]) -> Orp
     job_id, owner = job.tags[JOB_TAG], job.tags.get(RUN_TAG)
     rundir = RunDir(f"{jobs_uri}/{job_id}")
     try:
-        record = launch_records.Launches(rundir).read()[1]
+        record = Launches(rundir).read()[1]
         status = rundir.read_json(STATUS) or {}
         known_owner = rundir.read_json(OWNER)
     except DamagedError as error:  # it may have an owner, so it is not ended: a person has to look

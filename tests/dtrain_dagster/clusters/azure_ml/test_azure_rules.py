@@ -443,14 +443,6 @@ class TestCode:
         there = {path.relative_to(tmp_path / "staged").as_posix() for path in (tmp_path / "staged").rglob("*.*")}
         assert there == set(files)
 
-    def test_the_folder_trains_by_itself(self, tmp_path: Path) -> None:
-        stage_for_nodes(tmp_path, [])
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import trainer.config"],
-            capture_output=True, text=True, timeout=60, env={},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-
     def test_says_which_module_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(StagingError, match="set DTRAIN_FACTORY_MODULES=no_such_module"):
             stage_for_nodes(tmp_path, ["no_such_module:build"])
