@@ -1,10 +1,7 @@
-"""The bill and its ledger as rows, CSV and JSON. In each table, dollars sum to the bill to the last digit shown."""
+"""The bill and its ledger as rows and JSON. In each table, dollars sum to the bill to the last digit shown."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from decimal import Decimal
 from typing import Any
@@ -52,19 +49,8 @@ def ledger_rows(found: Ledger, digits: int = DIGITS) -> Rows:
     ]
 
 
-def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as CSV with a header; "" where there are no rows."""
-    if not rows:
-        return ""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
-
-
 def cost_document(tracker: CostTracker, found: Ledger, metrics: CostMetrics, price: str, **more: Any) -> dict[str, Any]:
-    """Return all of the bill for ``json``. Figures are numbers, as JSON has them, equal to those of the CSV files."""
+    """Return all of the bill for ``json``. Figures are numbers, as JSON has them."""
     return {
         "metrics": asdict(metrics),
         "total_usd": float(total_shown([tracker.total_units], DIGITS)),

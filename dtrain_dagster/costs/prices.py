@@ -70,8 +70,7 @@ class SkuPrice:
     """Whether Azure ML gives Spot nodes of it (``lowPriorityCapable``)."""
     retired_on: str | None
     speed: float
-    """Training speed of one node relative to one `REFERENCE_SKU`, in fp32. A rough guess, see ``speed_note``."""
-    speed_note: str
+    """Training speed of one node relative to one `REFERENCE_SKU`, in fp32: a rough guess."""
     region: str
     figures: Mapping[Tier, Figure]
     """Prices of the tiers that have a known one."""
@@ -307,15 +306,13 @@ def _read_tables(path: Path, version: tuple[int, ...] | None) -> Mapping[str, Ma
 def _sku_price(sku: str, region: str, figures: Mapping[Tier, Figure]) -> SkuPrice:
     table = _package()
     make = {key: value for key, value in table["skus"][sku].items() if key not in ("source", "retired_source")}
-    note = table["speed"]
     own, reference = (table["gpus"][table["skus"][name]["gpu"]] for name in (sku, REFERENCE_SKU))
-    ratios = (own[key] / reference[key] for key in ("fp32_tflops", "gb_per_second"))  # as note["rule"] says
+    ratios = (own[key] / reference[key] for key in ("fp32_tflops", "gb_per_second"))  # as table["speed"]["rule"] says
     return SkuPrice(
         sku=sku,
         region=region,
         figures=figures,
         speed=round(min(ratios) * make["gpus"], 2),
-        speed_note=f"{note['rule']} ({table['sources'][note['source']]['source']})",
         **make,
     )
 
