@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,12 @@ import pytest
 from price_files import Panel, assert_nothing_half_written, long_frame, prepare, save, write
 
 from dtrain_dagster.data import sharding
-from dtrain_dagster.data.build_once import BuiltDataset, verify_shards
+from dtrain_dagster.data.build_once import BuiltDataset, build_once, verify_shards
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, TARGET
 from dtrain_dagster.data.prices import PricesRef
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
-from dtrain_dagster.data.validation import Mask, Validation, validate_prices
+from dtrain_dagster.data.validation import Mask, Validation
 from trainer.data.shards import DatasetError, DataShardManager
 
 NOTHING = Validation(checks=(), masks=())
@@ -34,13 +37,21 @@ from dtrain_dagster.data.prices import write_prices
 from dtrain_dagster.data.sharding import DatasetParams, build_dataset
 from dtrain_dagster.data.sources import price_source
 from dtrain_dagster.data.validation import Validation
-prices = write_prices(price_source(sys.argv[1]), sys.argv[2])
-for limit in (2_000, 30_000):
+storage = sys.argv[2]
+def fill(limit, work, kind):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        build_dataset(prices, Validation(checks=(), masks=()), sys.argv[2], DatasetParams(window=20, shards=3))
+        return work()
     except OSError as error:
-        print(error, len(list(Path(sys.argv[2], "datasets").iterdir())))
+        print(" ".join(str(error).split()), len(list(Path(storage, kind).iterdir())))
+def convert():
+    return write_prices(price_source(sys.argv[1]), storage)
+for limit in (10_000, 100_000):
+    fill(limit, convert, "prices")
+prices = fill(1 << 30, convert, "prices")
+for limit in (2_000, 100_000):
+    params = DatasetParams(window=20, shards=3)
+    fill(limit, lambda: build_dataset(prices, Validation(checks=(), masks=()), storage, params), "datasets")
 """
 
 
@@ -163,28 +174,26 @@ BAD_DATASETS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD_DATASETS)
 def test_what_cannot_be_built_is_refused_and_leaves_nothing(case: str, tmp_path: Path) -> None:
     change, message = BAD_DATASETS[case]
-    frame = long_frame() if case != "window longer than a split" else long_frame(days=100)
-    prices = write(frame, tmp_path)
-    with pytest.raises(DataError, match=message):
-        build_dataset(prices, NOTHING, str(tmp_path), dataclasses.replace(PARAMS, **change))
-    assert not list((tmp_path / "datasets").iterdir())
+    prices = write(long_frame() if case != "window longer than a split" else long_frame(days=100), tmp_path)
+    assert_not_built(prices, tmp_path, message, **change)
 
 
-@pytest.mark.parametrize("days", [2, 10])
-def test_a_few_days_are_refused(days: int, tmp_path: Path) -> None:
-    prices = write(long_frame(days=days), tmp_path)
-    with pytest.raises(DataError, match=r"fewer than three days|no ticker has that many days|must lie in this order"):
-        build_dataset(prices, validate_prices(prices), str(tmp_path), PARAMS)
-    assert not list((tmp_path / "datasets").iterdir())
+@pytest.mark.parametrize(("days", "message"), [(2, "fewer than three days"), (10, "no ticker has that many days")])
+def test_a_few_days_are_refused(days: int, message: str, tmp_path: Path) -> None:
+    assert_not_built(write(long_frame(days=days), tmp_path), tmp_path, message)
 
 
 @pytest.mark.parametrize("growth", [0.0, 0.001])
 def test_prices_that_do_not_vary_are_refused(growth: float, tmp_path: Path) -> None:
     frame = long_frame(tickers=["AAA"])
     prices = write(frame.assign(adj_close=100 * np.exp(growth * np.arange(len(frame)))), tmp_path)
-    with pytest.raises(DataError, match=r"log_return.* does not vary over the training split"):
-        build_dataset(prices, NOTHING, str(tmp_path), PARAMS)
-    assert not list((tmp_path / "datasets").iterdir())
+    assert_not_built(prices, tmp_path, "log_return.* does not vary over the training split")
+
+
+def assert_not_built(prices: PricesRef, folder: Path, message: str, **change: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        build_dataset(prices, NOTHING, str(folder), dataclasses.replace(PARAMS, **change))
+    assert not list((folder / "datasets").iterdir())
 
 
 @pytest.mark.parametrize("change", [{"window": 1}, {"horizon": 0}, {"shards": 0}, {"window": -60}])
@@ -194,55 +203,30 @@ def test_impossible_parameters_are_refused_by_name(change: dict[str, int]) -> No
         DatasetParams(**change)
 
 
-BUILD = """
-import sys
-import dtrain_dagster.data.sharding as sharding
-from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sources import price_source
-from dtrain_dagster.data.validation import validate_prices
-build = sharding._Builder.build
-def together(self, dataset_id):
-    print("building", flush=True)
-    sys.stdin.readline()
-    return build(self, dataset_id)
-sharding._Builder.build = together
-prices = write_prices(price_source(sys.argv[1]), sys.argv[2])
-validation = validate_prices(prices)
-params = sharding.DatasetParams(window=20, shards=3)
-print(sharding.build_dataset(prices, validation, sys.argv[2], params).dataset_id)
-"""
+def test_two_may_build_the_same_dataset_at_once(small: Panel, tmp_path: Path) -> None:
+    both_began = threading.Barrier(2, timeout=60)
 
+    def write(folder: Path) -> dict[str, Any]:
+        both_began.wait()  # both have seen that there is none
+        shutil.copytree(Path(small.dataset.uri, "data"), folder / "data", dirs_exist_ok=True)
+        return small.dataset.manifest()
 
-@pytest.mark.slow
-def test_two_processes_may_build_the_same_dataset_at_once(small: Panel, tmp_path: Path) -> None:
-    address = save(interrupted(), tmp_path / "prices.csv")
-    command = [sys.executable, "-c", BUILD, address, str(tmp_path)]
-    builders = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        for builder in builders:
-            assert builder.stdout is not None
-            assert builder.stdout.readline() == "building\n"
-        for builder in builders:  # both have seen that there is none
-            assert builder.stdin is not None
-            builder.stdin.write("go\n")
-            builder.stdin.flush()
-        answers = [builder.communicate(timeout=120)[0].strip() for builder in builders]
-    finally:
-        for builder in builders:
-            builder.kill()
-            builder.wait()
-    assert answers == [small.dataset.dataset_id] * 2
-    assert [path.name for path in (tmp_path / "datasets").iterdir()] == [small.dataset.dataset_id]
-    verify_shards(str(tmp_path / "datasets" / small.dataset.dataset_id))
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(build_once, str(tmp_path), small.dataset.dataset_id, write) for _ in range(2)]
+        uris = {each.result().uri for each in asked}
+    assert uris == {str(tmp_path / "datasets" / small.dataset.dataset_id)}
+    verify_shards(uris.pop())
     assert_nothing_half_written(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_no_dataset(tmp_path: Path) -> None:
-    """The limit on a file's size stands in for the disk: full at a shard's first or later rows."""
-    address = save(interrupted(), tmp_path / "prices.csv")
+def test_a_full_disk_leaves_neither_prices_nor_a_dataset(tmp_path: Path) -> None:
+    """The limit on a file's size stands in for the disk: full at the first or at later rows."""
+    address = save(long_frame(days=2000, tickers=[f"T{number}" for number in range(20)]), tmp_path / "prices.csv")
     command = [sys.executable, "-c", FILL_DISK, address, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert [line.split()[-1] for line in done.stdout.splitlines() if "File too large" in line] == ["0", "0"]
+    said = done.stdout.splitlines()
+    assert len(said) == 4
+    assert all(re.search("(no room to sort|File too large).* 0$", line) for line in said), said
     assert_nothing_half_written(tmp_path)
     assert prepare(address, tmp_path, PARAMS).dataset.built

@@ -5,9 +5,6 @@ from __future__ import annotations
 import datetime
 import gzip
 import os
-import re
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -170,32 +167,6 @@ def test_the_same_content_is_written_once(tmp_path: Path) -> None:
     assert first.uri == again.uri
     assert other.prices_id != first.prices_id
     assert len(list((tmp_path / "storage" / "prices").iterdir())) == 2
-
-
-FILL_DISK = """
-import resource, sys
-from pathlib import Path
-from dtrain_dagster.data.prices import write_prices
-from dtrain_dagster.data.sources import price_source
-for limit in (10_000, 100_000):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        write_prices(price_source(sys.argv[1]), sys.argv[2])
-    except OSError as error:
-        print(" ".join(str(error).split()), len(list(Path(sys.argv[2], "prices").iterdir())))
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_no_fault_of_the_file_and_leaves_nothing(tmp_path: Path) -> None:
-    """The limit on a file's size stands in for the disk: small for the first bytes, larger for a later moment."""
-    address = save(long_frame(days=2000, tickers=[f"T{number}" for number in range(20)]), tmp_path / "prices.csv")
-    command = [sys.executable, "-c", FILL_DISK, address, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    said = done.stdout.splitlines()
-    assert len(said) == 2
-    assert all(re.search("(no room to sort|File too large).* 0$", line) for line in said), said
-    assert write_prices(price_source(address), str(tmp_path)).built
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])

@@ -62,39 +62,23 @@ def test_no_window_of_the_panel_touches_a_masked_day(panel: Panel) -> None:
     assert fall["log_return"].item() == pytest.approx(-0.73, abs=0.01)  # genuine: it stays
 
 
-def test_every_check_is_evaluated(panel: Panel) -> None:
-    assert [check.name for check in panel.validation.checks] == list(CHECKS)
-    assert {name for name, (severity, _) in CHECKS.items() if severity == "error"} == {
-        "positive_prices",
-        "trading_sessions",
-        "unique_sorted_rows",
-    }
-
-
 def test_the_panel_passes_what_blocks_and_its_faults_are_told(panel: Panel) -> None:
-    found = {check.name: check.metadata["examples"] for check in panel.validation.checks}
-    failed = {check.name for check in panel.validation.checks if not check.passed}
-    assert failed == {"stale_prices", "large_moves", "split_like_jumps", "survivorship"}
-    assert "AAPL 2000-09-29: -0.73" in found["large_moves"]
-    [moves] = [check for check in panel.validation.checks if check.name == "large_moves"]
-    assert moves.metadata["found"] == 11
-    assert found["split_like_jumps"] == ["RRC 1990-04-10: ratio 0.333"]
-    assert found["survivorship"] == ["all 20 tickers survive to 2022-12-28"]
-
-
-def test_the_panel_s_stale_and_split_segment_is_masked(panel: Panel) -> None:
     """RRC stands still for 68 days and is then divided by three. AAPL's fall of 2000-09-29 was real."""
+    assert [check.name for check in panel.validation.checks] == list(CHECKS)
+    blocking = {name for name, (severity, _) in CHECKS.items() if severity == "error"}
+    assert blocking == {"positive_prices", "trading_sessions", "unique_sorted_rows"}
+    found = {check.name: check.metadata for check in panel.validation.checks if not check.passed}
+    assert set(found) == {"stale_prices", "large_moves", "split_like_jumps", "survivorship"}
+    assert "AAPL 2000-09-29: -0.73" in found["large_moves"]["examples"]
+    assert found["large_moves"]["found"] == 11
+    assert found["split_like_jumps"]["examples"] == ["RRC 1990-04-10: ratio 0.333"]
+    assert found["survivorship"]["examples"] == ["all 20 tickers survive to 2022-12-28"]
     masks = panel.validation.masks
-    assert (masks[0].ticker, masks[0].first, masks[0].last) == ("RRC", "1990-01-02", "1990-04-10")
-    assert "68 sessions" in masks[0].reason
-    assert "ratio of 0.33" in masks[0].reason
+    assert (masks[0].first, masks[0].last) == ("1990-01-02", "1990-04-10")
+    assert "68 sessions, then jumps by a ratio of 0.33" in masks[0].reason
     assert {mask.ticker for mask in masks} == {"RRC"}
     assert max(mask.last for mask in masks) == "1992-05-27"
-
-
-def test_the_manifest_says_where_prices_are_from(panel: Panel) -> None:
     source = panel.prices.manifest()["source"]
-    assert source["sha256"].startswith("ee21cac28b")
     assert "BSD-3-Clause" in source["licence"]
     assert "survivorship" in source["notes"]
     assert source["is_synthetic"] is False
