@@ -58,7 +58,7 @@ class LearnedTable:
     """Columns that are left out, and why."""
     notes: list[str] = field(default_factory=list)
     copies: dict[str, TargetCopy] = field(default_factory=dict)
-    """Of each column of the table, whether it is the target."""
+    """Of each column of the table, whether it is the target; none where the target cannot be used."""
     split_of: dict[str, int] = field(default_factory=dict)
     """The place in `SPLITS` that each value of ``split_by`` names; empty where it names none."""
     groups: int = 0
@@ -123,7 +123,6 @@ class LearnedTable:
 
     def _choose_features(self, name: str, kind: str) -> None:
         """Add a column, and the parts of a date, to the features."""
-        self.copies[name] = TargetCopy()
         if kind == "number":
             self.features[name] = NumberColumn(name, name)
         elif kind != "date":
@@ -175,6 +174,8 @@ class LearnedTable:
         every = max(1, self.table.rows // MOST_SAMPLED)
         target = self.params.target
         has_target = target not in self.table.problems and not self.target.problem
+        if has_target:
+            self.copies = {column.source: TargetCopy() for column in self.features.values()}
         columns = self.columns_of(self.features.values(), [target] if has_target else [])
         for first, batch in self.table.batches(columns) if columns else ():
             is_train = self.splits(first, batch) == 0
@@ -201,10 +202,10 @@ class LearnedTable:
 
     def _judge_column(self, column: Feature) -> None:
         """Note why a column is left out, or is a problem."""
-        name, copy, leave = column.name, self.copies[column.name], f"leave it out (--drop {column.name})"
-        if copy.is_same:
+        name, copy, leave = column.name, self.copies.get(column.name), f"leave it out (--drop {column.name})"
+        if copy and copy.is_same:
             self.problems.append(f"the column {name!r} is the target {self.params.target!r} in each row: {leave}")
-        elif copy.is_renamed and len(copy.meant) > 1:
+        elif copy and copy.is_renamed and len(copy.meant) > 1:
             self.notes.append(
                 f"{name} says the target {self.params.target} in other words, one value for each of its own: if it is "
                 f"not known before, {leave}"

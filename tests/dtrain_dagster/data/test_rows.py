@@ -140,7 +140,7 @@ def with_hole(name: str) -> pd.DataFrame:
         (odd("y", [0.0] * 900 + [np.inf] + [0.0] * 299), {}, r"column 'y' has inf in row 900"),
         (odd("y", [0.0] * 900 + [1e300] + [0.0] * 299), {}, r"column 'y' has 1e\+300 in row 900"),
         (odd("day", pd.Timedelta("1D")), {}, r"column 'day' has the type duration.*--drop day"),
-        (odd("value", pd.Timestamp("2020-01-01")), {"target": "value"}, r"target 'value' is a date"),
+        (odd("value", pd.Timestamp("2020-01-01")), {"target": "value"}, r"^the target 'value' is a date"),
         (
             table(1500).assign(name=[f"n{number}" for number in range(1500)]),
             {},
