@@ -25,21 +25,21 @@ SHOWN = ("choice", "usd", "mark", "seconds")
 def plan_page(run: ClusterRun, plan: TrainingPlan, table: Choices, forecast: Forecast, pace: Pace) -> dict[str, Any]:
     """Return the page of a plan."""
     return {
-        **plan_head(plan, table),
+        **plan_head(plan, pace.planned.place),
         **choices_metadata(table),
-        **plan_metadata(plan, forecast, table.place),
+        **plan_metadata(plan, forecast, pace.planned.place),
         **probe_metadata(pace, run.manager),
         **run.attempts(),
         "training": dg.JsonMetadataValue(plan.job["training"]),
     }
 
 
-def plan_head(plan: TrainingPlan, table: Choices) -> dict[str, Any]:
+def plan_head(plan: TrainingPlan, place: str) -> dict[str, Any]:
     """Return what the page of a plan begins with."""
     estimate = plan.estimate
     return head_of_page(
         f"{format_duration(estimate.seconds.expected)} and {dollars(estimate.usd.expected)} "
-        f"({estimate.usd.range_in(dollars)}) on {name_nodes(plan.node_count, plan.sku, plan.tier, table.place)}; "
+        f"({estimate.usd.range_in(dollars)}) on {name_nodes(plan.node_count, plan.sku, plan.tier, place)}; "
         f"from {plan.basis.partition(';')[0]}",
         "",
         {

@@ -6,9 +6,9 @@
 
 Spot nodes may be evicted: what that costs is not known and not in it, and every plan on Spot says so.
 
-What is known is `Measured`: a probe or a past run of the same training on some node counts. Between two node counts
-that were measured, figures are interpolated; beyond them communication grows with the logarithm of the ranks. Each
-rank keeps its batch: more nodes make larger and fewer steps of the same epochs.
+What is known is `Measured`: a probe or a past run of the same training on some node counts. On others, figures are
+those of the nearest one, where communication grows with the logarithm of the ranks. Each rank keeps its batch: more
+nodes make larger and fewer steps of the same epochs.
 
 The 90 % interval has the spread of past estimates (`planning.scoring`) or, if that is more, of past runs among each
 other; that of the measured steps; and more for a node count or GPU that was not measured.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dtrain_dagster.costs.prices import SkuPrice
@@ -247,7 +247,7 @@ class Forecast:
         return self._parts(node_count, self.sizes.work(node_count), speed)
 
     def _parts(self, node_count: int, work: Work, speed: float) -> Parts:
-        at = interpolated(self.measured, node_count, self.sizes)
+        at = figures_on(self.measured, node_count, self.sizes)
         batch = self.sizes.ranks(node_count) * self.sizes.batch_size_per_rank
         fill = work.samples / (work.steps * batch) if work.samples else 1.0
         test = at.test_seconds(self.sizes)
@@ -271,22 +271,10 @@ class Forecast:
         return math.sqrt(sum(guess**2 for guess in guesses))
 
 
-def interpolated(measured: Sequence[Measured], node_count: int, sizes: Sizes) -> Measured:
-    """Return the figures expected on ``node_count`` nodes, interpolated from the measured ones."""
-    for item in measured:
-        if item.node_count == node_count:
-            return item
-    below = [item for item in measured if item.node_count < node_count]
-    above = [item for item in measured if item.node_count > node_count]
-    if not below or not above:
-        return _extrapolated(_nearest(measured, node_count), node_count, sizes)
-    first = max(below, key=lambda item: item.node_count)
-    last = min(above, key=lambda item: item.node_count)
-    part = (node_count - first.node_count) / (last.node_count - first.node_count)
-    values = {
-        item.name: (1 - part) * getattr(first, item.name) + part * getattr(last, item.name) for item in fields(Measured)
-    }
-    return Measured(**{**values, "node_count": node_count})
+def figures_on(measured: Sequence[Measured], node_count: int, sizes: Sizes) -> Measured:
+    """Return the figures expected on ``node_count`` nodes, from the nearest number of nodes that was measured."""
+    near = _nearest(measured, node_count)
+    return near if near.node_count == node_count else _extrapolated(near, node_count, sizes)
 
 
 def _extrapolated(from_: Measured, node_count: int, sizes: Sizes) -> Measured:

@@ -334,8 +334,6 @@ class Choices:
     limits: Limits
     planned: PlanChoice | None
     """The choice that will run: that of the settings. None where its nodes cannot be bought, or are not compared."""
-    place: str = ""
-    """See `PlannedJob.place`."""
 
     @property
     def cheapest(self) -> PlanChoice | None:
@@ -378,7 +376,6 @@ def compare_choices(
         rows=tuple(rows),
         limits=limits,
         planned=next((row for row in rows if (row.sku, row.tier, row.node_count) == mine), None),
-        place=planned.place,
     )
 
 

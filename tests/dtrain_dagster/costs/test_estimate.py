@@ -22,7 +22,7 @@ from dtrain_dagster.costs.estimate import (
     Sizes,
     Work,
     estimate_cost,
-    interpolated,
+    figures_on,
 )
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.planning.build_plan import (
@@ -92,15 +92,13 @@ def test_the_estimate_adds_up():
 
 
 def test_node_counts_that_were_not_measured():
-    between = interpolated((ALONE, replace(TWO, node_count=3)), 2, SIZES)
-    assert between.step_seconds == pytest.approx(0.225)
-    more = interpolated((ALONE, TWO), 4, SIZES)
+    more = figures_on((ALONE, TWO), 4, SIZES)
     assert more.step_seconds == pytest.approx(0.25 * 1.2), "communication has doubled with the logarithm of the ranks"
     assert more.evaluation_seconds == 0.5
-    one = interpolated((TWO,), 1, SIZES)
+    one = figures_on((TWO,), 1, SIZES)
     assert one.step_seconds == pytest.approx(0.25 * 0.8), "without communication"
     assert one.communication_share == 0
-    shared = interpolated((replace(TWO, node_count=4),), 1, replace(SIZES, cores=2))
+    shared = figures_on((replace(TWO, node_count=4),), 1, replace(SIZES, cores=2))
     assert shared.step_seconds == pytest.approx(0.25 * 0.8 / 2), "four ranks on two cores get half a core each"
     near, far = forecast(TWO).seconds_at(2), forecast(TWO).seconds_at(16)
     assert far.high / far.expected > near.high / near.expected, "a guess says that it is one"
