@@ -70,12 +70,15 @@ def test_every_tracked_job_has_one_run_whoever_writes_it(manager: LocalClusterMa
     for job in jobs[:2]:  # as their nodes do
         job.rundir.write_json(TRACKING, {"mlflow_run_id": begin_run(client, uri, job.trained)})
     jobs[0].rundir.storage.write("result.json", b"{")  # its end is told without it
-    for standings in (records.standings()[1:], records.standings(), records.standings()):  # the last adds nothing
+    ended: list[int] = []
+    for standings in (records.standings()[1:], records.standings(), records.standings()):
         said = record_fleet(records, standings, "dedicated")
         assert said == ["in MLflow: experiment e, run small (`dtrain ui mlflow`)"]
-    experiment = client.get_experiment_by_name("e")
-    assert experiment is not None
-    found = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+        experiment = client.get_experiment_by_name("e")
+        assert experiment is not None
+        found = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+        ended.append(found["small"].info.end_time)
+    assert ended[0] < ended[1] == ended[2], "the last one had nothing to add"
     assert found.keys() == {"bad", "good", "small"}
     parent = found.pop("small")
     for name, (status, state) in {"good": ("FINISHED", "succeeded"), "bad": ("FAILED", "failed")}.items():

@@ -142,6 +142,15 @@ def test_a_fleet_covers_its_jobs(book: SpendingBook, job: Job):
     assert look(book)["all of night"].promised_units == 0
 
 
+def test_what_a_job_and_a_fleet_have_cost_before_is_not_promised_again(book: SpendingBook, job: Job):
+    job("over", NOW - 7200.0, 3600.0, state="failed")
+    note_start(book.home, "over", part_of="night")
+    for is_group, name in ((False, "over"), (True, "night")):
+        wanted = Wanted(name, usd=10.0, usd_per_hour=1.0, is_group=is_group)
+        [stand] = book.judge(wanted, NOW).stands
+        assert usd(stand.wanted) == pytest.approx(10 - HOURLY)
+
+
 def test_a_job_without_a_known_price_is_named_and_one_that_cannot_be_read_refuses(book: SpendingBook, job: Job):
     job("odd", NOW - 3600.0, None, sku="Standard_ND99_v9")
     assert "Standard_ND99_v9" in look(book)["odd"].unknown
