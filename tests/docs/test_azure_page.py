@@ -20,11 +20,11 @@ DOCTOR = """misses() {  # what the doctor says, which has to miss something
   local code=0; dtrain doctor "$@" >said.txt || code=$?; cat said.txt; test $code = 1
 }"""
 MISSING = {"\ndtrain doctor": "\nmisses"}
-"""The emulated workspace has no registry and no subnet, which the doctor misses, with exit code 1."""
+"""The emulated workspace has no subnet, which the doctor misses, with exit code 1."""
 
 PAGES = [
     Page("docs/azure.md", f"{DOCTOR}\nexport DTRAIN_NODES=2 DTRAIN_THREADS_PER_RANK=1", MISSING, slice(1, 2), after=(
-        "test $(jobs -r | wc -l) = 1; grep -q '2 missing' said.txt; dtrain jobs --json | grep succeeded")),
+        "test $(jobs -r | wc -l) = 1; grep -q '1 missing' said.txt; dtrain jobs --json | grep succeeded")),
     Page("docs/azure.md", "", MISSING, slice(0, 1)),
     Page("deploy/azure/README.md", "", MISSING, slice(0, 1)),
     Page("docs/azure.md", f"cat > my_models.py <<'EOF'{MODEL}EOF\nexport DTRAIN_FACTORY_MODULES=my_models", {
