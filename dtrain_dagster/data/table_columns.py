@@ -200,6 +200,7 @@ class NumberColumn(Column):
         """Add some rows. ``first_row``: the number of the first of them in the table; ``every``: rows from one that is
         sampled to the next."""
         import numpy as np
+        import pyarrow.compute as pc
 
         if self.problem:
             return
@@ -221,7 +222,8 @@ class NumberColumn(Column):
             self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
             self.moments.join(Moments.of(known))
         is_sampled = np.arange(first_row, first_row + len(values)) % every == 0
-        self.sampled.append(column.take(np.flatnonzero(is_sampled & ~gone)))
+        sampled = column.take(np.flatnonzero(is_sampled & ~gone))
+        self.sampled.append(pc.cast(sampled, _plain(sampled.type)))  # a dictionary would be kept as a whole
 
     @property
     def has_values(self) -> bool:
