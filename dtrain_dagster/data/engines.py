@@ -15,7 +15,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -148,7 +147,7 @@ class RayEngine(DataEngine):
                 self._is_own = True
             self._ray = ray
             with _told_plainly(ray):
-                there = ray.get(ray.remote(num_cpus=1)(_versions).remote())
+                there = ray.get(ray.remote(num_cpus=1)(computing_versions).remote())
             refuse_other_versions(computing_versions(), there)
         return self._ray
 
@@ -170,17 +169,12 @@ def opened_ray_engine(address: str) -> Iterator[RayEngine]:
         engine.close()
 
 
-@cache
 def computing_versions() -> dict[str, str]:
     """Return the versions of what computes features here: packages, and a digest of this project's modules."""
     modules = hashlib.sha256()
     for name in ("features", "ticker_rows", "validation"):
         modules.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return {**{name: version(name) for name in _PACKAGES}, "dtrain": modules.hexdigest()[:8]}
-
-
-def _versions() -> dict[str, str]:
-    return computing_versions()  # Ray takes no cached function
 
 
 def refuse_other_versions(here: dict[str, str], there: dict[str, str]) -> None:
