@@ -100,7 +100,7 @@ def test_prices_model_and_loss_of_ones_own(job: dg.JobDefinition, tmp_path: Path
         again = run(job, instance, selection=made, **OWN)
         assert again.success
         said = "\n".join(entry.user_message for entry in instance.all_logs(again.run_id))
-        assert "past run(s) of exactly this training" in said
+        assert "past run(s) at the same pace" in said
         assert "so nothing was rebuilt" in said
 
 
