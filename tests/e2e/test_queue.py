@@ -60,7 +60,7 @@ def test_a_run_without_capacity_waits_and_is_started_when_there_is_some(
                 )
 
             def tick() -> Any:
-                resources = {"project": build_resources(settings)["project"]}
+                resources = {name: build_resources(settings)[name] for name in ("project", "cluster")}
                 repository = build_defs(settings).get_repository_def()
                 with dg.build_sensor_context(instance, resources=resources, repository_def=repository) as context:
                     return build_queue_sensor(settings).evaluate_tick(context)
@@ -132,7 +132,7 @@ def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_s
 
         def tick() -> Any:
             settings = load_settings()
-            resources = {"project": build_resources(settings)["project"]}
+            resources = {name: build_resources(settings)[name] for name in ("project", "cluster")}
             with (
                 dg.DagsterInstance.local_temp(str(tmp_path)) as instance,
                 dg.build_sensor_context(
@@ -146,7 +146,7 @@ def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_s
         [failure] = [event for event in starved.all_events if event.is_step_failure]
         said = failure.step_failure_data.user_failure_data.description  # type: ignore[union-attr]
         assert "position 1" in said
-        assert "waits for nodes" in said
+        assert "waiting for nodes" in said
         assert {job["status"] for job in cloud.control("state")["jobs"].values()} == {"Canceled"}
         queue = WaitingList(load_settings().shared_uri)
         [ticket] = queue.tickets()
