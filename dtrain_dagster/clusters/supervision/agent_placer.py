@@ -179,14 +179,19 @@ class AgentPlacer(Placer):
         else:
             self.nodes[node_id] = record
 
-    def _submit(self, record: NodeRecord, anywhere: bool = False) -> NodeRecord:
-        excluded = () if anywhere else tuple(each.host for each in self.exclusions())
+    def _submit(self, record: NodeRecord) -> NodeRecord:
+        excluded = () if record.is_anywhere else tuple(each.host for each in self.exclusions())
         record = replace(record, excluded=excluded)
         try:
             job_id = self.engine.submit(self.launch, record.node_id, record.incarnation, excluded)
         except EngineUnreachableError as error:
             warn_once(f"node {record.node_id} waits to be submitted: {error}")
             return replace(record, reason=str(error))
+        except LaunchError as error:
+            if not excluded:
+                raise
+            say(f"node {record.node_id} may be placed on {', '.join(excluded)} again: without these {error}")
+            return self._submit(replace(record, is_anywhere=True))
         return replace(record, job_id=job_id, reason="", taken_at=self._now())
 
     def _all(self) -> list[tuple[dict[int, NodeRecord], NodeRecord]]:
@@ -258,8 +263,10 @@ class AgentPlacer(Placer):
         except EngineUnreachableError as error:
             warn_once(f"node {record.node_id} cannot be submitted again: {error}")
             return record
-        again = NodeRecord(node_id=record.node_id, incarnation=record.incarnation + 1, made_at=self._now())
-        return self._submit(again, anywhere=True)
+        again = NodeRecord(
+            node_id=record.node_id, incarnation=record.incarnation + 1, made_at=self._now(), is_anywhere=True
+        )
+        return self._submit(again)
 
     def _end_record(self, record: NodeRecord, now: float) -> NodeRecord:
         """Tell the engine that a node has to end: in order first, by force once its grace is over."""

@@ -133,6 +133,8 @@ class NodeRecord:
     """The time at which it was decided on, in Unix seconds."""
     excluded: tuple[str, ...] = ()
     """The hosts on which it is not placed."""
+    is_anywhere: bool = False
+    """Whether it is placed wherever there is room, since it found no place but on excluded hosts."""
     is_cut_off: bool = False
     """Whether it is gone without having said so: its agent was killed, or its machine was."""
     taken_at: float | None = None

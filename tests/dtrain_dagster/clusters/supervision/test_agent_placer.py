@@ -46,6 +46,8 @@ class Engine:
         self.clock = clock
         self.jobs: dict[tuple[int, int], EngineJob] = {}
         self.hosts = [f"h{number}" for number in range(9)]
+        self.knows: set[str] | None = None
+        """All machines of an engine that refuses a job which is kept away from each of them."""
         self.cancelled: list[tuple[str, bool]] = []
         self.is_down = self.is_stubborn = self.refuses = False
 
@@ -53,6 +55,8 @@ class Engine:
         self._answer()
         if self.refuses:
             raise LaunchError("the engine refuses it: set another partition")
+        if self.knows is not None and self.knows <= set(excluded):  # as SLURM does
+            raise LaunchError("Requested node configuration is not available")
         name, key = name_job(launch, node_id, incarnation), (node_id, incarnation)
         if key not in self.jobs:
             free = [host for host in self.hosts if host not in excluded]
@@ -288,6 +292,32 @@ def test_a_node_that_finds_no_other_place_may_have_one_on_an_excluded_host(job: 
     assert job.look()[0][:2] == (1, "pending")
     job.look(EXCLUSION_PATIENCE_SECONDS)
     assert job.engine.jobs[0, 1].state == "ended"
+    assert job.engine.jobs[0, 2].host == "h0"
+
+
+def test_where_all_hosts_are_excluded_a_job_that_the_engine_refuses_for_that_is_placed_there(job: Job) -> None:
+    job.hosts.add(HostEvent(host="h0", at=job.clock.now(), kind="unfit", why="the disk is full"))
+    job.engine.hosts, job.engine.knows = ["h0"], {"h0"}
+    job.start(0)
+    assert job.look()[0] == (1, "running", (None,))
+
+
+def test_a_node_that_may_be_placed_anywhere_stays_so_while_the_engine_does_not_answer(job: Job) -> None:
+    job.hosts.add(HostEvent(host="h0", at=job.clock.now(), kind="unfit", why="the disk is full"))
+    job.engine.hosts = ["h0"]
+    job.start(0)
+    job.look()
+    cancel = job.engine.cancel
+
+    def cancel_and_fall_silent(ids: Sequence[str], force: bool) -> None:
+        cancel(ids, force)
+        job.engine.is_down = True
+
+    job.engine.cancel = cancel_and_fall_silent  # type: ignore[method-assign]
+    job.look(EXCLUSION_PATIENCE_SECONDS)
+    assert (0, 2) not in job.engine.jobs
+    job.engine.is_down = False
+    job.look()
     assert job.engine.jobs[0, 2].host == "h0"
 
 
