@@ -9,6 +9,7 @@ moment, the second sees the promise of the first. What a ceiling refuses is deci
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from collections import defaultdict
@@ -46,6 +47,8 @@ from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.storage.open import open_storage
 
 FOLDER, BOOK, LOCK = "spending", "book.json", ".lock"
+ASIDE = "book.damaged.json"
+"""A book that could not be read, where no ceilings are set."""
 GROUP = "group~"
 """The beginning of the names of promises of fleets and searches, which no job's id can have."""
 Units = Annotated[int, Field(ge=0)]
@@ -82,6 +85,7 @@ class Promise:
         return False
 
 
+_log = logging.getLogger(__name__)
 Book = dict[str, Promise]
 """The promises of a home, by their names."""
 _BOOK = TypeAdapter(Book)
@@ -117,14 +121,23 @@ class Wanted:
 
 @contextmanager
 def open_book(home: Path) -> Iterator[Book]:
-    """Yield the promises of a home, under its one lock; what the block changes in them is written at its end. Raise
-    `CeilingError` where they cannot be read."""
+    """Yield the promises of a home, under its one lock; what the block changes in them is written at its end. Where
+    they cannot be read, raise `CeilingError`; without ceilings, set them aside and begin anew."""
     folder = Path(home) / FOLDER
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        book = _read(folder)
+        try:
+            book = _read(folder)
+        except CeilingError as error:
+            if read_ceilings(home):
+                raise CeilingError(
+                    f"{error}, so nothing is started; remove the file, and it is made again from the jobs' own records"
+                ) from None
+            (folder / BOOK).replace(folder / ASIDE)
+            _log.warning("%s; without ceilings it was set aside as %s, and another is begun", error, ASIDE)
+            book = {}
         before = dict(book)
         yield book
         if book != before:  # in short: there are thousands of jobs
@@ -139,10 +152,8 @@ def _read(folder: Path) -> Book:
     except FileNotFoundError:
         return {}
     except (OSError, ValidationError) as error:
-        raise CeilingError(
-            f"what was promised to jobs cannot be read in {folder / BOOK}, so nothing is started: "
-            f"{' '.join(str(error).split())}; remove the file, and it is made again from the jobs' own records"
-        ) from None
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise CeilingError(f"what was promised to jobs cannot be read in {folder / BOOK}: {why}") from None
 
 
 def note_start(home: Path, job_id: str, part_of: str = "") -> None:
@@ -152,9 +163,12 @@ def note_start(home: Path, job_id: str, part_of: str = "") -> None:
 
 
 def jobs_noted_since(home: Path, since: float) -> list[str]:
-    """Return the jobs that were begun or gone on with since then (Unix seconds), in the order of these."""
-    with open_book(home) as book:
-        noted = sorted((promise.noted_at, name) for name, promise in book.items() if not name.startswith(GROUP))
+    """Return the jobs that were begun or gone on with since then (Unix seconds), in the order of these; none where the
+    book cannot be read."""
+    book: Book = {}
+    with suppress(CeilingError):
+        book = _read(Path(home) / FOLDER)
+    noted = sorted((promise.noted_at, name) for name, promise in book.items() if not name.startswith(GROUP))
     return [name for at, name in noted if at >= since]
 
 

@@ -184,8 +184,26 @@ def broken(self: Storage, folder: str = "") -> list[str]:
 def test_a_book_that_cannot_be_read_refuses_and_is_named(book: SpendingBook, text: str):
     note_start(book.home, "a")
     (book.home / "spending" / "book.json").write_text(text)
-    with pytest.raises(CeilingError, match=r"book\.json, so nothing is started: .*; remove the file"):
-        look(book)
+    for ask in (lambda: look(book), lambda: note_start(book.home, "b")):
+        with pytest.raises(CeilingError, match=r"book\.json: .*, so nothing is started; remove the file"):
+            ask()
+    assert jobs_noted_since(book.home, 0.0) == [], "who was interrupted is told what is known"
+
+
+def test_without_ceilings_a_book_that_cannot_be_read_is_set_aside_and_stops_nobody(
+    book: SpendingBook, caplog: pytest.LogCaptureFixture
+):
+    write_ceilings(book.home, Ceilings())
+    folder = book.home / "spending"
+    folder.mkdir()
+    (folder / "book.json").write_text("{")
+    with book.promised(Wanted(name="a", usd=1.0, usd_per_hour=1.0)):
+        assert (folder / "book.damaged.json").read_text() == "{"
+        assert jobs_noted_since(book.home, 0.0) == ["a"], "another is begun"
+    (folder / "book.json").write_text("[]")
+    note_start(book.home, "b")
+    assert (folder / "book.damaged.json").read_text() == "[]"
+    assert caplog.text.count("set aside as book.damaged.json") == 2
 
 
 def _try_to_start(home: Path, name: str, barrier: Any, answers: Any) -> None:
