@@ -130,7 +130,10 @@ class BlockExit:
 
 
 def _begin(run_dir: str, facts: RankFacts, environment: Mapping[str, str]) -> PresenceRecorder | None:
-    launch = Launch.read(environment)
+    try:
+        launch = Launch.read(environment)
+    except ConfigError:
+        return None  # the trainer refuses it, and says why
     if not launch.records_presence or facts.local_rank != 0:
         return None
     return PresenceRecorder(RunDir(run_dir), facts.node_rank, launch.number, psutil.Process().create_time())
