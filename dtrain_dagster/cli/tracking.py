@@ -61,6 +61,9 @@ STATE_TAG, REASON_TAG = "state", "reason"
 """Tags of a job's run, as of a trial's: how it has ended in the fleet, and why."""
 STATUS_OF = {FleetState.SUCCEEDED: "FINISHED", FleetState.FAILED: "FAILED", FleetState.ENDED: "KILLED"}
 
+MOST_FAILURES = 3
+"""Jobs that could not be written, after which the others are left for who does it again."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
@@ -249,12 +252,14 @@ def record_fleet(records: FleetRecords, jobs: Sequence[Standing], tier: Tier) ->
             group = RunGroup(address, experiment, records.name, (RECORD_TAG, mark), "job_id")
             group.client.set_tag(group.run_id, FLEET_TAG, records.name)
             written = {name for name, run in group.nested.items() if STATE_TAG in run.data.tags}
+            problems = 0
             for item in mine:
-                if not item.state.is_final or item.job_id in written:
+                if not item.state.is_final or item.job_id in written or problems == MOST_FAILURES:
                     continue
                 try:
                     _write_end(group, item, tier)
-                except DamagedError as error:  # of its run directory, which hides no other job
+                except _errors() as error:  # such as of a run that somebody has deleted: it hides no other job
+                    problems += 1
                     said.append(f"MLflow does not have all of {item.job_id}: {redact(str(error))}")
             _end_group(group, mine, records.limits(), records.is_cancelled())
             said.append(f"in MLflow: experiment {experiment}, run {records.name} (`dtrain ui mlflow`)")

@@ -6,13 +6,14 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtrain_dagster.cli.tracking import record_fleet
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.fleet.source import ListedJobs
@@ -107,3 +108,22 @@ def test_a_server_that_does_not_answer_is_told_and_ends_no_fleet(
         entry = records.add(FleetJob(job_id="one", node_seconds=1.0, config=config), 0)
         [told] = record_fleet(records, [entry], "dedicated")
     assert told.startswith("MLflow does not have all of fleet small: ")
+
+
+def test_a_run_that_somebody_has_deleted_hides_no_other_job_of_its_fleet(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    copy_tables(tmp_path / "mlflow.db")
+    client = MlflowClient(uri := f"sqlite:///{tmp_path}/mlflow.db")
+    records = FleetRecords(tmp_path, "small")
+    records.write_limits(LIMITS, time.time())
+    for number, job in enumerate([job_of(tmp_path, "deleted", uri), job_of(tmp_path, "kept", uri)]):
+        records.keep(replace(records.add(job, number), state=FleetState.FAILED, reason="it was to fail"))
+        job.rundir.write_job(job.trained)
+        job.rundir.write_json(TRACKING, {"mlflow_run_id": (run_id := begin_run(client, uri, job.trained))})
+        if job.job_id == "deleted":
+            client.delete_run(run_id)
+    told, where = record_fleet(records, records.standings(), "dedicated")
+    assert told.startswith("MLflow does not have all of deleted: ")
+    assert where.startswith("in MLflow: experiment e, run small")
+    assert client.get_run(run_id).data.tags["state"] == "failed"
