@@ -39,7 +39,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN
 from dtrain_dagster.clusters.base import ClusterError, JobSpec, JobState, JobStatus, NoCapacityError
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.settings.azure import AzureMLOptions
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from harness.azure.azurite import missing
 from harness.azure.emulator import ENVIRONMENT_OF_OTHERS, Emulator
 from harness.small_job import write_dataset

@@ -17,11 +17,10 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from dtrain_dagster.clusters.ranks import have_gpus, ranks_per_node
 from dtrain_dagster.costs.prices import PriceError, name_at_site, price_of
 from dtrain_dagster.settings.azure import AzureMLOptions, read_azure_options, refuse_unusable
-from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, cluster_key
+from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, Tier, cluster_key, tier_of
 from dtrain_dagster.settings.engines import read_engine_options
 from dtrain_dagster.settings.environment import Settings, SettingsError
 from dtrain_dagster.settings.links import job_page
-from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.audit import AuditLog
 from trainer.model.allowed_factories import VARIABLE
 

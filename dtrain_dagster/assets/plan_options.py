@@ -21,8 +21,8 @@ from dtrain_dagster.clusters.ranks import hosts_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.environment import MOST_NODES
-from dtrain_dagster.settings.tiers import tier_of
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.data.manifest import kind_of
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories, usual_parts

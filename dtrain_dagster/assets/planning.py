@@ -55,7 +55,7 @@ from dtrain_dagster.planning.evidence import (
     unpaid_charges,
 )
 from dtrain_dagster.resources import cluster_resource, project_resource
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.node.gpus import explain_local_gpus, visible_gpus

@@ -35,7 +35,7 @@ from dtrain_dagster.jobs.progress import describe_wait
 from dtrain_dagster.jobs.spending import Wanted, note_start
 from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration, in_block
 from dtrain_dagster.support.page_entries import fit_page
 from dtrain_dagster.support.user_code import digest_sources

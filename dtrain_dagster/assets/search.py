@@ -35,8 +35,8 @@ from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.links import run_page
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, parse_job
 

@@ -38,8 +38,8 @@ from dtrain_dagster.planning.build_plan import explain_on_other_nodes
 from dtrain_dagster.planning.evidence import take_charges
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.links import studio_url
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, in_markdown
 from dtrain_dagster.support.page_entries import fit_page
 from trainer.config import JobConfig, TrackingConfig, parse_job

@@ -21,7 +21,7 @@ from dtrain_dagster.jobs.totals import sum_launches
 from dtrain_dagster.jobs.view import RESUMED, JobView
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS
 from dtrain_dagster.planning.projection import Projection, TimeLeft, count_nodes, describe_training, project, time_left
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.support.formatting import dollars, in_block
 from dtrain_dagster.support.notify import notify_and_log
 from trainer.errors import DamagedError

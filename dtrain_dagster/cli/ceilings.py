@@ -25,9 +25,9 @@ from dtrain_dagster.costs.ceilings import (
 )
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.jobs.spending import Judged, SpendingBook, Wanted
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.settings.home import make_home
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 
 WORD = "ceilings"

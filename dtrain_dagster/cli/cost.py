@@ -47,8 +47,8 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.jobs.totals import LaunchTotals, sum_launches
 from dtrain_dagster.search.results import kept_search
+from dtrain_dagster.settings.cluster_kinds import TIERS, tier_of
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import TIERS, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.rundir import JOB, LAUNCH, RESULT
 

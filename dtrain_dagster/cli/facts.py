@@ -26,8 +26,8 @@ from dtrain_dagster.jobs.view import JobFollower, JobView
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
 from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.errors import DamagedError

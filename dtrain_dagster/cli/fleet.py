@@ -44,7 +44,7 @@ from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJo
 from dtrain_dagster.fleet.view import FleetWatch
 from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.projection import count_nodes
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import PARTS, ConfigError, JobConfig

@@ -17,8 +17,8 @@ from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.check_job import data_of
 from dtrain_dagster.planning.evidence import HomeHistory
+from dtrain_dagster.settings.cluster_kinds import Tier, tier_in_words, tier_of
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import Tier, tier_in_words, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
 

@@ -39,8 +39,8 @@ from dtrain_dagster.registry.run_record import (
     run_of,
     write_to_run,
 )
+from dtrain_dagster.settings.cluster_kinds import Tier, tier_of
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import Tier, tier_of
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import JOB_ID, JobConfig, TrackingConfig
 from trainer.errors import DamagedError

@@ -37,8 +37,8 @@ from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.progress import follow_job
 from dtrain_dagster.jobs.spending import Wanted
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.environment import Settings
-from dtrain_dagster.settings.tiers import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.documents.events import TuneEvent, read_events

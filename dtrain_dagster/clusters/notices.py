@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import OWNER, JobState
-from dtrain_dagster.settings.tiers import tier_in_words, tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_in_words, tier_of
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.notify import notify
 from dtrain_dagster.support.secrets import redact

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dtrain_dagster.costs.prices import SkuPrice
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 
 Basis = Literal["history", "probe", "table"]
 """What an estimate rests on. Plans of older versions alone rest on a ``table`` of speeds; they are still read."""

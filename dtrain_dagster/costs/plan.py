@@ -14,7 +14,7 @@ from dtrain_dagster.costs.estimate import Basis, Estimate, Work
 from dtrain_dagster.costs.prices import STAND_IN, PriceError, price_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.settings.tiers import Tier, current_tier, tier_of
+from dtrain_dagster.settings.cluster_kinds import Tier, current_tier, tier_of
 from trainer.rundir import LAUNCH, LIMIT, RunDir
 from trainer.setting_errors import describe_errors
 

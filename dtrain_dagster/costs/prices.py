@@ -23,9 +23,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dtrain_dagster.settings.cluster_kinds import TIERS, Tier, tier_of
 from dtrain_dagster.settings.environment import SettingsError, setting
 from dtrain_dagster.settings.slurm import read_partition_prices, site_prices_path
-from dtrain_dagster.settings.tiers import TIERS, Tier, tier_of
 
 STAND_IN, LISTED = "stand-in price, nothing was billed", "list price, not the bill"
 """Meaning of a figure's dollars, in words: for nodes that are priced as a SKU, and for nodes that are bought."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import requests
 
 from dtrain_dagster.costs.prices import Figure, PriceError, Prices, merge, packaged_prices, refreshed_prices
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_seconds
 from trainer.storage.open import open_storage
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from dtrain_dagster.costs.money import HOUR, SECOND, is_finite, microseconds, nano_usd, usd
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.settings.cluster_kinds import Tier, tier_of
 from dtrain_dagster.support.formatting import format_duration
 
 

@@ -28,7 +28,7 @@ from dtrain_dagster.dashboard.series import PerformanceDashboard
 from dtrain_dagster.jobs.facts import JobFacts, add_paid, read_course, read_facts, status_here
 from dtrain_dagster.jobs.view import UNREADABLE, JobView
 from dtrain_dagster.planning.projection import TimeLeft, project, time_left
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JOB_ID
 from trainer.documents.presences import NodePresence, stale_seconds

@@ -26,9 +26,9 @@ from dtrain_dagster.jobs.totals import launched_usage
 from dtrain_dagster.jobs.view import UNREADABLE
 from dtrain_dagster.monitoring.alerts import advise
 from dtrain_dagster.monitoring.diagnosis import Diagnosis, SlowdownCause, diagnose
+from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.settings.environment import MLFLOW_HERE, Settings
 from dtrain_dagster.settings.links import run_page, studio_url
-from dtrain_dagster.settings.tiers import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.printable import visible

@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain_dagster.dashboard.job_board import OpenJob
 from dtrain_dagster.dashboard.job_facts import NOWHERE, Places
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from trainer.rundir import RunDir
 
 REPORT = "reports/performance_report.html"

@@ -28,7 +28,7 @@ from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, Ra
 from dtrain_dagster.fleet.source import JobSource
 from dtrain_dagster.jobs.progress import start_job
 from dtrain_dagster.planning.projection import count_nodes
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from trainer.documents.events import EvaluationEvent
 from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import LAUNCH

@@ -15,7 +15,7 @@ from dtrain_dagster.clusters.notices import describe_kept
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.jobs.totals import LaunchTotals, launched_usage, sum_launches
 from dtrain_dagster.jobs.view import last_step
-from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.settings.cluster_kinds import Tier, tier_of
 from dtrain_dagster.support.job_lock import is_held
 from trainer.documents.presences import stale_seconds
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir

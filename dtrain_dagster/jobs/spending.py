@@ -38,7 +38,7 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.costs.tracker import CostTracker, NodeCost
 from dtrain_dagster.jobs.totals import launched_usage
-from dtrain_dagster.settings.tiers import Tier, tier_of
+from dtrain_dagster.settings.cluster_kinds import Tier, tier_of
 from dtrain_dagster.support.job_lock import is_held
 from trainer.documents.places import ID
 from trainer.documents.presences import NodePresence, stale_seconds

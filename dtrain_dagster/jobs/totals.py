@@ -12,7 +12,7 @@ from dtrain_dagster.clusters import presence
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, bill_usage, paid_wall_seconds
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.events import PhaseEvent, read_events
 from trainer.documents.presences import NodePresence

@@ -37,8 +37,7 @@ from dtrain_dagster.costs.prices import (
 )
 from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.jobs.script_job import ScriptJob
-from dtrain_dagster.settings.cluster_kinds import ClusterKind
-from dtrain_dagster.settings.tiers import TIERS, Tier, tier_in_words
+from dtrain_dagster.settings.cluster_kinds import TIERS, ClusterKind, Tier, tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import SCRIPT, JobConfig

@@ -39,7 +39,7 @@ from dtrain_dagster.jobs.progress import BudgetSpentError, WaitNews, follow_job,
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS, settled, shares, windows
 from dtrain_dagster.planning.build_plan import Limits, PlannedJob, pace_mark
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import JobConfig, TrackingConfig

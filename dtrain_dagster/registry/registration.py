@@ -1,10 +1,14 @@
 """A finished training becomes a version in the registry with an alias: the one way for Dagster's asset and the command.
 
-What each step does belongs to the other modules of this room; what is shown of it, to the callers.
+A node's report of its own model is not believed: the figures that the gate reads are made here. Of windows they follow
+from the predictions in the run directory and the dataset's own targets. Of rows the weights are asked again, in a
+process of their own (`smoke_test.Candidate.forecast`). What each other step does belongs to the other modules of this
+room; what is shown of it, to the callers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +20,9 @@ from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_o
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.registry.base import Registry
-from dtrain_dagster.registry.evaluated import judge_again
 from dtrain_dagster.registry.promotion import AliasDecision, choose_alias
 from dtrain_dagster.registry.run_model import refuse_change
-from dtrain_dagster.registry.smoke_test import Candidate
+from dtrain_dagster.registry.smoke_test import Candidate, stored_predictions
 from dtrain_dagster.registry.versions import (
     PACKED_TAG,
     RegisteredModel,
@@ -30,8 +33,11 @@ from dtrain_dagster.registry.versions import (
 from dtrain_dagster.support.formatting import in_markdown
 from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
-from trainer.evaluation.gate import Gate, gate, judge_by_measure
-from trainer.rundir import RunDir
+from trainer.data.sampler import MOST_JUDGED, spread_positions
+from trainer.evaluation.gate import Gate, gate, gate_document, judge_by_measure, score_of
+from trainer.evaluation.row_scores import RowScoring
+from trainer.rundir import EVALUATION, PREDICTIONS, RunDir
+from trainer.spec import ROWS, RowSpec
 from trainer.storage.open import open_storage
 
 if TYPE_CHECKING:
@@ -67,7 +73,7 @@ def register_job(
     """Register the model of a job that succeeded under this name, have a real server answer for it, and give it its
     alias: champion where the gate passes, the server answers with its numbers and it beats the champion on the same
     samples. The model of a script is judged by its measure (`gate.judge_by_measure`). Raise `RegistryError`,
-    `run_model.RunModelError`, `evaluated.EvaluationError` and `smoke_test.AnswerError` as their modules say."""
+    `run_model.RunModelError`, `EvaluationError` and `smoke_test.AnswerError` as their modules say."""
     rundir = RunDir(run_dir)
     # Nodes write the run directory: it must agree with the order, and is read once.
     trained = Candidate(run_dir, order_of(home, rundir), cache_dir)
@@ -162,3 +168,74 @@ def script_card(
         f"data `{in_markdown(job.dataset.dataset_id, 200)}`; job `{job.job_id}`.",
     ]
     return "\n\n".join(lines) + "\n"
+
+
+FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves", "baselines")
+"""The figures of windows that the gate and the model card read."""
+TOLERANCE, LEAST = 1e-3, 1e-6
+"""The relative and the absolute tolerance of the model's score: other kernels in single precision. The absolute one of
+an error of numbers is in deviations of the target."""
+
+
+class EvaluationError(ValueError):
+    """A contradiction between a node's report and its model. The message names the figure."""
+
+
+def judge_again(trained: Candidate, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node's report with the figures of model and baselines as they come to here, and the verdict that
+    follows. Raise `EvaluationError` where it says another score of the model, `AnswerError` for predictions that are
+    none, and `run_model.RunModelError` for a model that does not answer."""
+    spec = trained.own.spec
+    is_table = isinstance(spec, RowSpec)
+    found = _judge_rows(trained, evaluation) if is_table else _judge_windows(trained, evaluation)
+    score = score_of(found)
+    # Of a larger split of rows the node has judged all, and these are a part.
+    if score is not None and not (is_table and trained.data.count("test") > MOST_JUDGED):
+        given, least = evaluation.get("model"), LEAST * (spec.target_std if score == "rmse" else 1.0)
+        said, figure = given.get(score) if isinstance(given, Mapping) else None, found["model"][score]
+        if not isinstance(said, int | float) or not math.isclose(said, figure, rel_tol=TOLERANCE, abs_tol=least):
+            raise EvaluationError(
+                f"{trained.run_dir}/{EVALUATION} says model.{score} = {str(said)[:60]}, and from the model and the "
+                f"dataset follows {str(figure)[:60]}: one of the files was changed after the training; nothing is "
+                "registered. Train again, and check who can write there"
+            )
+    return found | {"gate": gate_document(found)}
+
+
+def _judge_windows(trained: Candidate, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    from trainer.evaluation.window_report import Predictions, build_report, judge_baselines
+
+    shards = trained.data
+    rows = shards.end_rows("test", spread_positions(shards.count("test")))
+    stored = stored_predictions(trained.rundir, shards, ("loss", "mu", "sigma", "nu"))
+    target = shards.column(shards.spec.target, rows).astype(np.float64)  # the dataset's own, whatever nodes wrote
+    predictions = Predictions(rows, target, *(values.astype(np.float64) for values in stored.values()))
+    days = shards.dates(predictions.row).astype("datetime64[D]")
+    try:
+        with np.errstate(all="ignore"):
+            found = build_report(predictions, days, judge_baselines(shards, "test"), shards.spec.horizon)
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise EvaluationError(f"{trained.run_dir}/{PREDICTIONS} cannot be judged ({error}): train again") from error
+    return {**evaluation, **{name: found[name] for name in FIGURES}}
+
+
+def _judge_rows(trained: Candidate, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report with the figures of model, baselines and canary as they come to here. Other figures of the
+    model stay the node's."""
+    import numpy as np
+
+    from trainer.evaluation.evaluate import SharedWork
+    from trainer.evaluation.row_comparison import compare_rows
+
+    data = trained.data
+    scoring, positions, forecast = RowScoring(data.spec), spread_positions(data.count("test")), trained.forecast
+    found: dict[str, Any] = {**evaluation, "kind": ROWS, "task": data.spec.task}
+    scores, figures = np.full(len(positions), math.nan), dict.fromkeys(("log_loss", "rmse"))
+    if forecast is not None:
+        truth = data.samples("test", positions)[1].numpy()
+        scores, figures = scoring.score(forecast, truth), scoring.figures(scoring.sums(forecast, truth))
+    found["model"] = {**evaluation["model"], **figures}
+    baselines, canary = compare_rows(data, scores, SharedWork())
+    return found | {"baselines": baselines, "canaries": {"shuffled_targets": canary}}

@@ -40,7 +40,7 @@ from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.source import TrialSource
 from dtrain_dagster.search.space import SpaceError, parse_space
 from dtrain_dagster.search.trials import REDUCTION, Pruner, SearchSettings, TrialSeconds
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
 from trainer.documents.places import PlaceError, checked_id

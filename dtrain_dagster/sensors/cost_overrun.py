@@ -23,7 +23,7 @@ from dtrain_dagster.monitoring.windows import settled, windows
 from dtrain_dagster.planning.projection import THRESHOLDS, Overrun, Projection, overruns
 from dtrain_dagster.planning.projection import project as project_cost
 from dtrain_dagster.resources import cluster_resource, project_resource
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log

@@ -8,7 +8,7 @@ import dagster as dg
 from dtrain_dagster.assets.training import CLUSTER_TAG
 from dtrain_dagster.costs.prices import PriceError, price_of
 from dtrain_dagster.resources import GPUClusterResource
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.support.graph_names import GraphNames
 
 ELSEWHERE = "the cluster is watched by the sensor of another graph, the first by name, which reports for all"

@@ -16,9 +16,8 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from dtrain_dagster.settings.cluster_kinds import KINDS, ClusterKind, KindName, cluster_key
+from dtrain_dagster.settings.cluster_kinds import KINDS, TIERS, ClusterKind, KindName, Tier, cluster_key
 from dtrain_dagster.settings.home import DEFAULT, find_home
-from dtrain_dagster.settings.tiers import TIERS, Tier
 from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dtrain_dagster.jobs.orders import Order, OrderError, keep_order, keep_registration, order_of
-from dtrain_dagster.registry.evaluated import EvaluationError, judge_again
+from dtrain_dagster.registry.registration import EvaluationError, judge_again
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
 from dtrain_dagster.registry.smoke_test import AnswerError, Candidate
 from tests.abuse import hostile_nodes

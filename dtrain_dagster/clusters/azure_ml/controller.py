@@ -59,7 +59,7 @@ from dtrain_dagster.clusters.notices import WAIT_SECONDS, tell
 from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
 from dtrain_dagster.costs.plan import reprice
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from trainer.documents.presences import stale_seconds
 from trainer.rundir import STATUS, RunDir
 

@@ -33,7 +33,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     quotas_of,
 )
 from dtrain_dagster.costs.prices import PriceError, price_of, refresh_command, region_of
-from dtrain_dagster.settings.tiers import SPOT_QUOTA, tier_of
+from dtrain_dagster.settings.cluster_kinds import SPOT_QUOTA, tier_of
 from dtrain_dagster.support.audit import AuditLog
 from trainer.errors import ConfigError
 from trainer.runtime.network_refusal import NETWORK_REMEDY, is_network_refusal

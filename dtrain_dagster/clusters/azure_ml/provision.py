@@ -49,7 +49,7 @@ from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.submission import Request, yaml_text
 from dtrain_dagster.costs.prices import region_of
 from dtrain_dagster.settings.azure import AzureMLOptions
-from dtrain_dagster.settings.tiers import OLD_SPOT
+from dtrain_dagster.settings.cluster_kinds import OLD_SPOT
 from dtrain_dagster.support.audit import AuditLog, noted_request_id
 from dtrain_dagster.support.secrets import redact
 

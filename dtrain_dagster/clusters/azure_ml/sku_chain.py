@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import NoCapacityError
 from dtrain_dagster.costs.prices import PriceError, hardware_of, price_of
+from dtrain_dagster.settings.cluster_kinds import SPOT_QUOTA, current_tier, tier_in_words, tier_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
-from dtrain_dagster.settings.tiers import SPOT_QUOTA, current_tier, tier_in_words, tier_of
 
 DEFAULT_CHAIN = ("Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5", "Standard_NC4as_T4_v3", "Standard_NC8as_T4_v3")
 """One GPU per node each, the equivalents of a V100 first. No V100, whose sizes are retired; no A10, whose sizes only

@@ -27,7 +27,7 @@ from dtrain_dagster.costs.prices import (
     skus,
 )
 from dtrain_dagster.costs.retail import choose_prices
-from dtrain_dagster.settings.tiers import tier_of
+from dtrain_dagster.settings.cluster_kinds import tier_of
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 T4, T4_LARGE, A100, H100 = (

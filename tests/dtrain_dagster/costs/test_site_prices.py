@@ -21,8 +21,8 @@ from dtrain_dagster.costs.prices import (
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.resources import GPUClusterResource, build_resources
+from dtrain_dagster.settings.cluster_kinds import TIERS
 from dtrain_dagster.settings.environment import SettingsError, load_settings
-from dtrain_dagster.settings.tiers import TIERS
 from trainer.documents.places import checked_id
 
 GPU = "Standard_NC6s_v3@gpu"

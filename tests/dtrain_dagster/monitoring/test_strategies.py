@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.monitoring.alerts import COMMUNICATION, alerts, communication_alert
-from dtrain_dagster.monitoring.gpu_memory import GPUMemory, gpu_memory
 from dtrain_dagster.monitoring.stragglers import FEWEST_WINDOWS
 from dtrain_dagster.monitoring.strategies import Change, step_model, strategies
 from dtrain_dagster.monitoring.windows import (
@@ -20,6 +19,7 @@ from dtrain_dagster.monitoring.windows import (
     shares,
     windows,
 )
+from dtrain_dagster.planning.optimizer import GPUMemory, gpu_memory
 from tests.dtrain_dagster.simulated_timing import Simulation
 from trainer.rundir import event
 

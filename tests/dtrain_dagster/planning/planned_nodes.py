@@ -5,8 +5,7 @@ from __future__ import annotations
 from dtrain_dagster.costs.estimate import Sizes
 from dtrain_dagster.costs.prices import SkuPrice
 from dtrain_dagster.planning.build_plan import PlannedJob
-from dtrain_dagster.settings.cluster_kinds import KINDS
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import KINDS, Tier
 
 
 def planned_on(

@@ -23,7 +23,7 @@ from dtrain_dagster.planning.build_plan import (
     is_sure,
     remedies,
 )
-from dtrain_dagster.settings.tiers import Tier
+from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.support.formatting import dollars
 from tests.dtrain_dagster.planning.planned_nodes import planned_on
 

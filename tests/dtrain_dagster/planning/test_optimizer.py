@@ -13,13 +13,13 @@ from dtrain_dagster.costs.estimate import Interval, estimate_cost
 from dtrain_dagster.costs.prices import price_of, price_table
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.view import JobView
-from dtrain_dagster.monitoring.gpu_memory import gpu_memory
 from dtrain_dagster.monitoring.strategies import longest_world, step_model
 from dtrain_dagster.monitoring.windows import seconds_of, settled, windows
 from dtrain_dagster.planning.optimizer import (
     BaseRun,
     ResourceOptimizer,
     build_options,
+    gpu_memory,
     rest_of,
     savings,
     utilization,

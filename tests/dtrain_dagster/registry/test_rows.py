@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from dtrain_dagster.registry.endpoint import _payload, _text_of_date, listens
-from dtrain_dagster.registry.evaluated import EvaluationError, judge_again
+from dtrain_dagster.registry.registration import EvaluationError, judge_again
 from dtrain_dagster.registry.smoke_test import Candidate, compare_answers
 from dtrain_dagster.registry.versions import scores_table
 from tests.kinds import build_table, table
