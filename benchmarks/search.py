@@ -42,8 +42,7 @@ from benchmarks.host import RESULTS, note, options_of, tell
 from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.search.check_space import job_of_trial
-from dtrain_dagster.search.sampling import RANDOM_FIRST, as_optuna, ask_for_values, draw_values
-from dtrain_dagster.search.source import Draw, TrialSource
+from dtrain_dagster.search.source import RANDOM_FIRST, Draw, TrialSource, as_optuna, ask_for_values, draw_values
 from dtrain_dagster.search.space import Space, parse_space
 from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialSeconds
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig

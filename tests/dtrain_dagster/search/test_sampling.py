@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from played_search import OF, SPACE, play, score, source_of
 
-from dtrain_dagster.search.sampling import draw_values, goals_of
+from dtrain_dagster.search.source import draw_values, goals_of
 from dtrain_dagster.search.space import parse_space
 from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialState
 
