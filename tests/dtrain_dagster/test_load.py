@@ -35,7 +35,7 @@ def test_of_jobs_that_start_at_once_nothing_is_lost(tmp_path: Path):
     jobs = [
         JobConfig(
             job_id=f"job-{number:02d}",
-            run_dir=f"{manager.jobs.folder}/job-{number:02d}",
+            run_dir=f"{manager.folder}/job-{number:02d}",
             dataset=dataset,
             training=training,
             tracking=TrackingConfig(mlflow_tracking_uri=database, mlflow_run_name=f"job-{number:02d}"),
