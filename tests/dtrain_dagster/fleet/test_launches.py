@@ -8,7 +8,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
-from dtrain_dagster.fleet.launches import judge_launch_end
+from dtrain_dagster.fleet.runner import judge_launch_end
 
 RUNNING, PAUSING, ENDING = FleetState.RUNNING, FleetState.PAUSING, FleetState.ENDING
 
