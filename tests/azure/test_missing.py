@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing
+from dtrain_dagster.clusters.azure_ml.launch_record import Launches
 from dtrain_dagster.clusters.base import ClusterError, JobState, JobStatus
 from harness.waiting import until
 from tests.azure.stage import FOREVER, LAST_ONE_DONE, V100, WAITS, Stage, end
@@ -79,6 +80,69 @@ def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: 
         f"{spec.job_id}-l1": "Canceled", f"{spec.job_id}-l2": "Completed",
     }  # fmt: skip
     assert "accepted its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
+
+
+def test_a_job_that_stays_unknown_though_its_cancellation_is_taken_is_gone_on_with(stage: Stage) -> None:
+    manager, spec = stage.run(LAST_ONE_DONE, missing_seconds=1.0)
+    is_running(stage, manager, spec)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="get", seconds=3600)
+    assert end(manager, spec).state is JobState.SUCCEEDED
+    assert {name: job["status"] for name, job in stage.jobs().items()} == {
+        f"{spec.job_id}-l1": "Canceled", f"{spec.job_id}-l2": "Completed",
+    }  # fmt: skip
+    assert len(stage.asked("job.cancel")) == 2
+    stage.control("clear")
+
+
+def test_a_launch_that_another_has_replaced_meanwhile_is_not_settled(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, spec = stage.run(FOREVER, missing_seconds=0.5)
+    is_running(stage, manager, spec)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="all", seconds=3600)
+    launches = Launches(RunDir(spec.run_dir))
+
+    def cancel(*_: Any) -> bool:
+        launches.update(lambda record: {**record, "token": "of another"})
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.jobs, "cancel", cancel)
+        while (launches.read()[1] or {})["token"] != "of another":
+            assert not manager.job_status(spec.job_id).state.is_final
+    stage.control("clear")
+    manager.cancel_job(spec.job_id)
+
+
+def test_a_first_look_of_hours_ago_proves_nothing(stage: Stage) -> None:
+    """An orchestrator that slept wakes up in the middle of another outage."""
+    manager, spec = stage.run(WAITS, missing_seconds=1.0)
+    is_running(stage, manager, spec)
+    token = RunDir(spec.run_dir).read_json(LAUNCH)["token"]
+    time.sleep(1.0)  # it was asked for just now
+    manager._controller(spec.job_id).launches.change(token, missing_since=time.time() - 7200)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="all", seconds=3600)
+    woken = stage.manager(run="run-2", missing_seconds=1.0)
+    assert "has not known it for 0 s" in woken.job_status(spec.job_id).message
+    assert not stage.asked("job.cancel")
+    stage.control("clear")
+    RunDir(spec.run_dir).write_json("go.json", {"go": True})
+    assert end(woken, spec).state is JobState.SUCCEEDED
+    assert list(stage.jobs()) == [f"{spec.job_id}-l1"]
+
+
+def test_a_submission_that_finds_no_workspace_settles_nothing(stage: Stage) -> None:
+    manager = stage.manager(patience_seconds=0.2, look_patience_seconds=0.2)
+    manager.provision_cluster(2, V100)
+    spec = stage.spec(manager)
+    gone = {"status": 404, "code": "ResourceGroupNotFound", "message": "Resource group 'dtrain-rg' could not be found."}
+    stage.control("fault", fault="error", operation="job.*", count=None, moment="after", **gone)
+    with pytest.raises(ScopeMissing):
+        manager.submit_job(spec)
+    assert not manager.job_status(spec.job_id).state.is_final
+    stage.control("clear")
+    assert end(stage.manager(run="run-2"), spec).state is JobState.SUCCEEDED
+    assert list(stage.jobs()) == [f"{spec.job_id}-l1"], "what was made, though the answer said 404, is not bought twice"
 
 
 @pytest.mark.long

@@ -244,7 +244,7 @@ class JobController:
 
     def _make_sure(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Cancel a job that seems to be gone, and decide again. If the service takes the cancellation, the job is
-        there: it is then waited for, and gone on with elsewhere."""
+        there: it is then waited for, and gone on with elsewhere; also where it stays unknown after that."""
         record, answer = facts.record, CANCEL_NOT_FOUND
         try:
             why = "the service does not know it, but it might be running anyway"
@@ -253,11 +253,14 @@ class JobController:
             is_known, answer = False, f"refused: {error}"
         became = "taken" if is_known else answer
         _log.warning("job %s is not known to the service; its cancellation: %s", record["job_name"], became)
-        if is_known:
-            fields = {"missing_since": None, "confirmed": True, "stopping": record["stopping"] or WAS_THERE}
-            self.launches.change(record["token"], **fields)
+        if is_known and WAS_THERE not in record["stopping"]:
+            why = "; ".join(filter(None, (record["stopping"], WAS_THERE)))
+            self.launches.change(record["token"], missing_since=None, confirmed=True, stopping=why)
             return self.repeat(record, decision.message)
-        facts = replace(facts, cancel_answer=answer)
+        current = self.launches.read()[1]
+        if current is None or current["token"] != record["token"]:  # another launch counts by now
+            return self.repeat(record, decision.message)
+        facts = replace(facts, record=current, cancel_answer=became)
         decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
             return self.repeat(record, decision.message)

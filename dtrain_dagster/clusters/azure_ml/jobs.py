@@ -96,7 +96,8 @@ class Jobs:
         if found.tags.get(TOKEN_TAG) != record["token"]:
             owner = found.tags.get(RUN_DIR_TAG, "somebody else")
             raise ClusterError(
-                f"Azure ML has another job called {name} (of {owner}): start this one under another name"
+                f"Azure ML has another job called {name} (of {owner}): start this one under another name, or once more "
+                "under this one, which takes the next number"
             )
         return found
 

@@ -143,7 +143,7 @@ def _ended(facts: JobFacts) -> JobDecision:
     if _says(facts, "failed"):
         return _failed_by_result(facts)
     # One that was cancelled because the service seemed not to know it may have failed before that.
-    if record["stopping"] and not (record["stopping"] == WAS_THERE and job.status == "Failed"):
+    if record["stopping"] and not (WAS_THERE in record["stopping"] and job.status == "Failed"):
         return _lost(facts, record["stopping"])
     was_lost = explain_service_loss(job.error_code, job.error_message)
     if job.status == "Canceled" and not (was_lost or _says(facts, "stopped")):
@@ -246,11 +246,16 @@ def _says(facts: JobFacts, status: str) -> bool:
     )
 
 
+LONGEST_GAP_SECONDS = 3600.0
+"""Age from which a first look counts no more: nobody may have looked since, and two bad moments prove nothing."""
+
+
 def note_look(
     since: float | None, is_missing: bool, now: float, asked_at: float, options: AzureMLOptions
 ) -> float | None:
     """Return since when the service does not know a job, after one more look; None right after it was asked for
-    (``asked_at``). A look that finds it, or that finds not even its workspace, begins anew. Unix seconds."""
+    (``asked_at``). A look that finds it, or that finds not even its workspace, begins anew, and so does one an hour
+    after the first. Unix seconds."""
     if not is_missing or now - asked_at < options.start_seconds:
         return None
-    return now if since is None else since
+    return now if since is None or now - since >= LONGEST_GAP_SECONDS else since

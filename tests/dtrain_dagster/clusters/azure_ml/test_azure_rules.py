@@ -391,6 +391,7 @@ class TestStates:
         assert note_look(500.0, True, 600.0, 0.0, PATIENCE) == 500.0
         assert note_look(500.0, False, 600.0, 0.0, PATIENCE) is None, "it is there, or its workspace is not"
         assert note_look(None, True, 500.0, 495.0, PATIENCE) is None, "it was asked for just now"
+        assert note_look(500.0, True, 4100.0, 0.0, PATIENCE) == 4100.0, "nobody may have looked for an hour"
 
 
 class TestOrphans:
