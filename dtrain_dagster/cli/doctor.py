@@ -29,6 +29,7 @@ from dtrain_dagster.cli.common import (
 )
 from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.doctor import Doctor, DoctorLine
+from dtrain_dagster.clusters.azure_ml.sku_chain import default_chain
 from dtrain_dagster.clusters.base import ClusterError, ClusterHealth, GPUClusterManager, JobSpec
 from dtrain_dagster.clusters.managers import open_engine
 from dtrain_dagster.costs.prices import PriceError
@@ -112,7 +113,10 @@ def _examine_azure(settings: Settings, writes: bool) -> list[DoctorLine]:
         except PriceError:  # of the size's GPUs nothing is known; the line about its price says so
             ranks = settings.processes_per_node or 1
         options = AzureMLOptions(
-            **own, cluster_name=settings.cluster_name, storage_uri=settings.shared_uri, processes_per_node=ranks
+            **{"chain": default_chain(ranks, settings.tiers), **own},
+            cluster_name=settings.cluster_name,
+            storage_uri=settings.shared_uri,
+            processes_per_node=ranks,
         )
     except SettingsError as error:
         return [_of_settings(error)]

@@ -207,6 +207,15 @@ def test_permissions_that_cannot_be_listed_are_no_fault(practice: Practice) -> N
     assert operation in practice.one("roles", "warning", "cannot be listed")["remedy"]
 
 
+def test_without_a_chain_the_sizes_that_a_purchase_would_try_are_looked_at(practice: Practice) -> None:
+    practice.delenv("DTRAIN_AZURE_CHAIN")
+    practice.cloud.control("quota", family="StandardNCADSA100v4Family", cores=0)
+    lines = [line for line in practice.lines() if line["check"] == "sizes"]
+    assert lines[0]["verdict"] == "warning"
+    assert f"{len(lines) - 2} of {len(lines) - 1} choices can be asked for" in lines[-1]["seen"]
+    assert any(H100 in line["seen"] for line in lines)
+
+
 def test_quotas(practice: Practice) -> None:
     practice.cloud.control("quota", family="StandardNCADSA100v4Family", cores=48)
     words = "3 nodes need 72 cores, and the quota StandardNCADSA100v4Family is 48 (QuotaTooSmall)"
