@@ -197,14 +197,14 @@ class ClusterConfiguration(BaseModel):
         """Return the checked options. Raise `ClusterError` for unusable ones, `PriceError` for a purchase without a
         known price."""
         sizes = default_chain(self.ranks_per_node, self.azure.get("tiers", ()))
-        options = AzureMLOptions(
-            **{"chain": sizes, **self.azure},
-            cluster_name=self.cluster_name,
-            storage_uri=self.shared_uri,
-            processes_per_node=self.ranks_per_node,
-            max_resubmissions=self.max_replacements,
-        )
         try:  # a launchpad may have changed what the environment says
+            options = AzureMLOptions(
+                **{"chain": sizes, **self.azure},
+                cluster_name=self.cluster_name,
+                storage_uri=self.shared_uri,
+                processes_per_node=self.ranks_per_node,
+                max_resubmissions=self.max_replacements,
+            )
             refuse_unusable(options.cluster_name, options.idle_seconds)
         except SettingsError as error:
             raise ClusterError(str(error)) from None

@@ -149,8 +149,8 @@ def log_of(manager: GPUClusterManager, job_id: str) -> str:
     """Return the end of a job's logs, as text that may be shown anywhere."""
     try:
         return visible(manager.job_logs(job_id, tail=40), keep_lines=True)
-    except DamagedError as error:
-        return str(error)
+    except (ClusterError, DamagedError) as error:  # how the job ended is known without them
+        return visible(str(error), keep_lines=True)
 
 
 def tell_news(

@@ -18,10 +18,11 @@ from dtrain_dagster.assets.training_progress import (
     TOLD,
     follow,
     follow_training,
+    log_of,
     tell_news,
     tell_of,
 )
-from dtrain_dagster.clusters.base import JobSpec
+from dtrain_dagster.clusters.base import ClusterError, JobSpec
 from dtrain_dagster.costs.estimate import Estimate, Interval, Work
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.jobs.view import JobView, fold
@@ -164,6 +165,14 @@ def test_a_program_that_fails_may_have_written_any_result(tmp_path: Path):
             dg.materialize([followed])
     finally:
         manager.cleanup_cluster()
+
+
+def test_logs_that_cannot_be_read_hide_no_end():
+    class Away:
+        def job_logs(self, job_id: str, node_id: int | None = None, tail: int | None = None) -> str:
+            raise ClusterError("Azure ML cannot be reached")
+
+    assert log_of(Away(), "job-a") == "Azure ML cannot be reached"  # type: ignore[arg-type]
 
 
 def test_a_job_within_the_limit_passes_and_one_without_timing_is_not_judged():

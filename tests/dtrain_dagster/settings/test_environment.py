@@ -215,6 +215,8 @@ def test_an_idle_time_beyond_what_azure_takes_is_refused(monkeypatch):
         ("cluster_name", "twenty-letters-is-more", "DTRAIN_CLUSTER_NAME"),
         ("azure", {"idle_seconds": 0}, "DTRAIN_IDLE_MINUTES=0"),
         ("azure", {"tiers": []}, "tiers is empty"),
+        ("azure", {"chain": ["a V100"]}, "a V100 is no size such as"),
+        ("azure", {"spot": True}, "spot is not a setting"),
     ],
 )
 def test_what_a_launchpad_changed_is_checked_as_well(monkeypatch, field: str, value: Any, said: str):
