@@ -118,6 +118,16 @@ def words_of(value: Any) -> Any:
 
 
 @parsed
+def test_nothing_is_hidden_by_a_parser_that_skips_what_it_does_not_understand(
+    templates: dict[str, dict[str, Any]],
+) -> None:
+    for name, template in templates.items():
+        text = (AZURE / name).read_text()
+        assert set(re.findall(r"^resource (\w+) ", text, re.M)) == set(template.get("resources", {})), name
+        assert set(re.findall(r"^module (\w+) ", text, re.M)) == set(template.get("modules", {})), name
+
+
+@parsed
 def test_whatever_can_be_open_is_closed(templates: dict[str, dict[str, Any]]) -> None:
     seen = set()
     for symbol, kind, body in resources(templates):
@@ -303,6 +313,22 @@ def test_modules_get_the_parameters_that_they_have(templates: dict[str, dict[str
     for match in re.finditer(r"(\w+)\.outputs\.(\w+)", (AZURE / "main.bicep").read_text()):
         module = templates["main.bicep"]["modules"][match[1]]
         assert match[2] in templates[module["detail"]["path"]]["outputs"], match[0]
+
+
+@parsed
+def test_names_are_short_enough(templates: dict[str, dict[str, Any]]) -> None:
+    decorators = templates["main.bicep"]["parameters"]["prefix"]["decorators"]
+    [longest] = [item["argument"] for item in decorators if item["type"] == "max_length"]
+    for symbol, module in templates["main.bicep"]["modules"].items():
+        name = str(module["config"]["params"].get("name", ""))
+        limits = templates[module["detail"]["path"]]["parameters"].get("name", {}).get("decorators", [])
+        for item in limits:
+            if item["type"] == "max_length":
+                filled = name.replace("${prefix}", "p" * longest).replace(
+                    "${uniqueString(resourceGroup().id)}", "u" * 13
+                )
+                assert "$" not in filled
+                assert len(filled) <= item["argument"], f"{symbol}: {filled}"
 
 
 def test_there_is_no_compute_no_secret_and_no_key_in_them() -> None:

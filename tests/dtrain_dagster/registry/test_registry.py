@@ -41,10 +41,13 @@ from dtrain_dagster.support.user_sources import StagingError
 from harness import small_job
 from harness.tables import copy_tables
 from harness.waiting import until
+from tests.leaks import leaks
 from trainer.engine import reports
 from trainer.evaluation.gate import RULE, Gate, gate
 from trainer.rundir import RunDir
+from trainer.secrets.redaction import STRUCK, remember
 
+TOKEN = "pl4nt3d/robot+tobor=="
 PASSED, REFUSED = Gate(True, ()), Gate(False, ("NLL 1.0 is not below ewma's 0.9",))
 PROVENANCE = TrainingProvenance(
     nodes=3,
@@ -180,7 +183,8 @@ class Home:
         return small_job.train(self.path, options.pop("dataset", self.dataset), job_id, **options)
 
     def register(self, trained: Candidate, name: str, card: str = "# card") -> RegisteredModel:
-        return self.models.register_model(trained, name, PROVENANCE.tags(), card)
+        tags = {**PROVENANCE.tags(), "asked_by": f"https://robot:{TOKEN}@example.org"}
+        return self.models.register_model(trained, name, tags, f"{card}\n\n{TOKEN}")
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +194,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
         patch.setenv("DTRAIN_CACHE", str(path / "cache"))
         copy_tables(path / "mlflow.db")
         patch.setattr(reports, "OPENING_SECONDS", 60.0)  # on a machine that is used up, MLflow takes longer than usual
+        remember(TOKEN)
         yield Home(path, small_job.write_dataset(path / "dataset"), f"sqlite:///{path}/mlflow.db")
 
 
@@ -276,6 +281,12 @@ def test_a_version_tells_where_it_comes_from(home: Home, run_dir: str, model: Re
     assert client.get_run(model.run_id).info.artifact_uri.startswith(str(home.path / "mlartifacts"))
     with home.models.files(model.name, model.version) as folder:
         assert {path.name for path in folder.iterdir()} >= {"MLmodel", "model_card.md", "evaluation.json"}
+
+
+@pytest.mark.slow
+def test_a_secret_of_a_tag_or_the_card_is_struck_out_of_all_that_is_kept(home: Home, model: RegisteredModel) -> None:
+    assert STRUCK in model.tags["asked_by"]
+    assert leaks([home.path], [TOKEN]) == []
 
 
 @pytest.mark.slow
