@@ -194,7 +194,7 @@ class SupervisedClusterManager(GPUClusterManager):
     def cleanup_cluster(self) -> None:
         running = self._mark_running()
         for job_id in running:
-            with contextlib.suppress(DamagedError):
+            with contextlib.suppress(DamagedError, ClusterError, OSError):  # what is wrong is told below
                 self._end(job_id, 0.0)  # all are asked at once, then each is waited for
         for job_id in running:
             self.cancel_job(job_id)

@@ -114,3 +114,20 @@ def test_jobs_from_before_there_were_marks_are_found(manager: LocalClusterManage
     assert [job.job_id for job in manager.active_jobs()] == ["long"]
     assert manager.active.marks() == ["long"]
     assert json.loads(manager.active.storage.read("long"))["at"] > 0
+
+
+def test_clean_up_asks_each_job_to_end_though_one_cannot_be_asked(
+    manager: LocalClusterManager, plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def end(job_id: str, patience_seconds: float) -> bool:
+        asked.append((job_id, patience_seconds))
+        raise ClusterError("its supervisor does not start")
+
+    plant("one")
+    plant("two")
+    monkeypatch.setattr(manager, "_end", end)
+    with pytest.raises(ClusterError, match="does not start"):
+        manager.cleanup_cluster()
+    assert {("one", 0.0), ("two", 0.0)} <= set(asked)
