@@ -32,7 +32,7 @@ from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.program import has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.progress import describe_wait
-from dtrain_dagster.jobs.spending import Wanted, note_start
+from dtrain_dagster.jobs.spending import Wanted, note_attached
 from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.settings.cluster_kinds import tier_of
@@ -117,7 +117,7 @@ def run_program(
         runs = job_id in {status.job_id for status in manager.active_jobs()}
         with run.queueing():
             with refusing_mistakes(), nullcontext() if runs else run.promising(wanted):
-                note_start(manager.home, job_id)
+                note_attached(manager.home, job_id)
                 manager.submit_job(spec)
             for status, _, is_due in follow(run, rundir, job_id, tier, cache(lambda: run.leave_queue(got))):
                 if is_due and not status.state.is_final:

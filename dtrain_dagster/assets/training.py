@@ -32,7 +32,7 @@ from dtrain_dagster.jobs.progress import (
     known_jobs,
     start_job,
 )
-from dtrain_dagster.jobs.spending import Wanted, note_start
+from dtrain_dagster.jobs.spending import Wanted, note_attached
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.planning.build_plan import explain_on_other_nodes
 from dtrain_dagster.planning.evidence import take_charges
@@ -116,7 +116,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
                         job.tracking.registered_model = project.model_name
                     start_planned(run, plan, job, got, is_new=choice.action == "start")
                 elif choice.action == "attach":
-                    note_start(run.manager.home, choice.job_id)
+                    note_attached(run.manager.home, choice.job_id)
                     context.log.info(f"{choice.job_id}: {hand_over_budget(run, plan, rundir, choice.job_id, got)}")
                 with run.queueing():
                     follow_training(run, rundir, choice.job_id, plan, cache(lambda: run.leave_queue(got)))

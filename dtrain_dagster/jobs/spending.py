@@ -162,6 +162,13 @@ def note_start(home: Path, job_id: str, part_of: str = "") -> None:
         book[job_id] = replace(book.get(job_id, Promise()), paid=None, part_of=part_of, noted_at=time.time())
 
 
+def note_attached(home: Path, job_id: str) -> None:
+    """Note that a job that runs already is gone on with. Its promise stays as it is; where the book cannot be read,
+    nothing is noted."""
+    with suppress(CeilingError), open_book(home) as book:
+        book[job_id] = replace(book.get(job_id, Promise()), noted_at=time.time())
+
+
 def jobs_noted_since(home: Path, since: float) -> list[str]:
     """Return the jobs that were begun or gone on with since then (Unix seconds), in the order of these; none where the
     book cannot be read."""

@@ -16,7 +16,7 @@ import pytest
 from dtrain_dagster.costs.ceilings import CeilingError, Ceilings, Spending, month_of, write_ceilings
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.jobs.spending import SpendingBook, Wanted, jobs_noted_since, note_start, open_book
+from dtrain_dagster.jobs.spending import SpendingBook, Wanted, jobs_noted_since, note_attached, note_start, open_book
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.storage.base import Storage
@@ -132,6 +132,7 @@ def test_a_fleet_covers_its_jobs(book: SpendingBook, job: Job):
     with book.promised(fleet):
         job("night-a", NOW - 3600.0, None)
         note_start(book.home, "night-a", part_of="night")
+        note_attached(book.home, "night-a")
         found = look(book)
         assert usd(found["all of night"].promised_units) == pytest.approx(50 - HOURLY)
         assert usd(found["all of night"].hourly_units) == pytest.approx(3 * HOURLY)
@@ -187,6 +188,7 @@ def test_a_book_that_cannot_be_read_refuses_and_is_named(book: SpendingBook, tex
     for ask in (lambda: look(book), lambda: note_start(book.home, "b")):
         with pytest.raises(CeilingError, match=r"book\.json: .*, so nothing is started; remove the file"):
             ask()
+    note_attached(book.home, "a")  # it starts nothing
     assert jobs_noted_since(book.home, 0.0) == [], "who was interrupted is told what is known"
 
 
