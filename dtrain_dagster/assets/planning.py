@@ -146,8 +146,8 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     if said := explain_excess(estimate, limits):
         raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
     refuse_ceilings(min(estimate.usd.expected, config.stop_at_usd or math.inf))
-    if table.cheapest not in (None, table.planned):
-        log.info(f"cheaper would be {in_words(table.cheapest)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+    if cheaper := table.cheaper_than(estimate.usd.expected):
+        log.info(f"cheaper would be {in_words(cheaper)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
     log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "

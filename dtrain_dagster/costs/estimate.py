@@ -299,7 +299,12 @@ def _extrapolated(from_: Measured, node_count: int, sizes: Sizes) -> Measured:
 
 
 def _nearest(measured: Sequence[Measured], node_count: int) -> Measured:
-    return min(measured, key=lambda item: abs(math.log(item.node_count / node_count)))
+    return min(measured, key=lambda item: distance(item, node_count))
+
+
+def distance(measured: Measured, node_count: int) -> float:
+    """Return how far so many nodes are from those of a run: doubling and halving are as far."""
+    return abs(math.log(measured.node_count / node_count))
 
 
 def estimate_forecast(forecast: Forecast, price: SkuPrice, tier: Tier, node_count: int) -> Estimate:

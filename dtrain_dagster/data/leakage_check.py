@@ -32,6 +32,7 @@ from trainer.evaluation import window_scores as scores
 from trainer.evaluation.gate import suspect_leak
 from trainer.evaluation.window_baselines import BaselineForecast, fit_student_t
 from trainer.evaluation.window_report import score_forecast
+from trainer.model.losses import ReturnAndVolatility
 
 MOST_WINDOWS, MOST_NUMBERS = 10_000, 1 << 24
 """The most windows of a split, and the most numbers in them, 64 MB."""
@@ -83,6 +84,7 @@ def judge_leakage(
 def read_windows(shards: DataShardManager, split: str) -> Windows:
     """Return windows of a split; at most `MOST_WINDOWS`."""
     spec = shards.spec
+    shards.add_target(ReturnAndVolatility.second_target)  # refuses a dataset that does not have it
     most = min(MOST_WINDOWS, MOST_NUMBERS // (spec.window * len(spec.features)))
     rows = shards.end_rows(split, spread_positions(shards.count(split), most))
     mean, std = (np.asarray(part, dtype=np.float32) for part in (spec.feature_mean, spec.feature_std))
@@ -107,10 +109,8 @@ def plant_leak(windows: Windows, features: int) -> Windows:
 
 def run_trial(train: Windows, valid: Windows, horizon: int) -> LeakageTrial:
     """Fit ridge to the training windows, and judge it on the validation windows."""
-    centre, size = train.labels.mean(axis=0), train.features.shape[1]
-    gram = (train.features.T @ train.features).astype(np.float64) / len(train.features)
-    moments = train.features.T.astype(np.float64) @ (train.labels - centre) / len(train.features)
-    weights = np.linalg.solve(gram + PENALTY * np.eye(size), moments)
+    centre = train.labels.mean(axis=0)
+    weights = ridge(train.features, train.labels - centre)
     said, forecast = (part.features @ weights + centre for part in (train, valid))
     volatility = np.exp(said[:, 1])
     floor = np.quantile(volatility, 1e-3)  # a dead week has no volatility, and no likelihood survives that
@@ -125,11 +125,23 @@ def run_trial(train: Windows, valid: Windows, horizon: int) -> LeakageTrial:
     return LeakageTrial(nll=_nll(sigma, nu, outcome), halves=skill)
 
 
+def ridge(features: NDArray[np.float32], labels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weights (numbers of a window, labels). The system that is solved is the smaller one, of the numbers of
+    a window or of the windows: long windows are fewer (`MOST_NUMBERS`)."""
+    count, size = features.shape
+    if size > count:
+        gram = (features @ features.T).astype(np.float64) / count
+        return features.T.astype(np.float64) @ np.linalg.solve(gram + PENALTY * np.eye(count), labels / count)
+    gram = (features.T @ features).astype(np.float64) / count
+    return np.linalg.solve(gram + PENALTY * np.eye(size), features.T.astype(np.float64) @ labels / count)
+
+
 def constant_nll(valid: Windows) -> float:
     """Return the NLL on the validation split of the one distribution that fits its labels best: a model that only
     guessed a calmer or more volatile market than it saw in training cannot beat it by luck."""
-    sigma, nu = fit_student_t(valid.labels[:, 0])
-    return _nll(np.full(len(valid.labels), sigma), nu, valid.labels[:, 0])
+    outcome = valid.labels[:, 0]
+    sigma, nu = fit_student_t(outcome)
+    return _nll(np.full(len(outcome), sigma), nu, outcome)
 
 
 def _nll(sigma: NDArray[np.float64], nu: float, outcome: NDArray[np.float64]) -> float:

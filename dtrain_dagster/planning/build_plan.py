@@ -339,6 +339,11 @@ class Choices:
         """The cheapest of those that keep deadline and budget."""
         return next((row for row in self.rows if is_sure(row, self.limits)), None)
 
+    def cheaper_than(self, usd: float) -> PlanChoice | None:
+        """Return the cheapest, if it costs less than this: where the limits are narrow, what keeps them may be dearer
+        than what is planned."""
+        return self.cheapest if self.cheapest and self.cheapest.usd.expected < usd else None
+
 
 def compare_choices(
     planned: PlannedJob,

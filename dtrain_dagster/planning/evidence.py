@@ -30,6 +30,7 @@ from dtrain_dagster.costs.estimate import (
     LearnedCorrection,
     Measured,
     Sizes,
+    distance,
 )
 from dtrain_dagster.costs.plan import PLAN, ProbeCharge
 from dtrain_dagster.costs.prices import SkuPrice, hardware_of
@@ -385,7 +386,7 @@ def from_history(
     if not same:
         return None
     newest = {run.measured.node_count: run for run in reversed(same)}
-    found = sorted(newest.values(), key=lambda run: abs(run.measured.node_count - node_count))
+    found = sorted(newest.values(), key=lambda run: distance(run.measured, node_count))
     nearest = found[0].measured.node_count
     return Forecast(
         measured=tuple(run.measured for run in found),

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import shutil
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from dtrain_dagster.data.leakage_check import (
+    PENALTY,
     LeakageTrial,
     judge_leakage,
     main,
     plant_leak,
     read_windows,
+    ridge,
     run_leakage_checks,
     shuffle_labels,
 )
+from tests.dtrain_dagster.data.price_files import Panel
 from tests.trainer.market import Market
 
 KNOWS = {"rank_ic": 0.9, "rank_ic_t": 30.0, "balanced_accuracy": 0.9, "balanced_accuracy_t": 30.0}
@@ -78,6 +84,37 @@ def test_a_future_in_the_data_fails_the_checks(market: Market) -> None:
     leaking.features[:, 1] = np.nan_to_num(leaking.columns["target_return"])
     [reason] = run_leakage_checks(leaking)["checks"]["planted_leak_is_caught"]  # type: ignore[arg-type]
     assert reason.startswith("on the unchanged data, rank_ic is ")
+
+
+def test_long_windows_are_learned_from_as_short_ones_are() -> None:
+    """There are fewer windows than numbers in one, and the smaller system is solved: of the same weights."""
+    random = np.random.default_rng(0)
+    features, labels = random.standard_normal((40, 60)).astype(np.float32), random.standard_normal((40, 2))
+    penalty = 40 * PENALTY * np.eye(60)
+    expected = np.linalg.solve(features.T @ features + penalty, features.T @ labels)
+    solved = []
+    solve = np.linalg.solve
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.linalg, "solve", lambda left, right: solved.append(len(left)) or solve(left, right))
+        assert ridge(features, labels) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert ridge(features[:, :30], labels).shape == (30, 2)
+    assert solved == [40, 30]
+
+
+def test_a_dataset_without_volatility_is_refused_in_a_sentence(panel: Panel, tmp_path, capsys) -> None:
+    folder = tmp_path / "dataset"
+    shutil.copytree(panel.dataset.uri, folder)
+    for file in sorted((folder / "data").glob("*.parquet")):
+        table = pq.read_table(file).drop_columns(["target_log_rv"])
+        pq.write_table(table, file)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["columns"] = [item for item in manifest["columns"] if item["name"] != "target_log_rv"]
+    for shard in manifest["shards"]:
+        content = (folder / shard["path"]).read_bytes()
+        shard |= {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["--dataset", str(folder)]) == 2
+    assert "has no column target_log_rv" in capsys.readouterr().err
 
 
 def test_without_a_dataset_it_says_so(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,15 @@ def test_the_cheapest_that_keeps_both_limits_is_marked(limits: dict[str, float],
     assert (found and (found.sku, found.node_count)) == cheapest
 
 
+def test_only_what_costs_less_is_called_cheaper():
+    table = table_of(deadline=8.8 * HOUR)
+    sure, likely, planned = cheapest_of(table), row_of(table, T4, 3), row_of(table, V100, 2)
+    assert likely.usd.expected < sure.usd.expected < planned.usd.expected
+    assert table.cheaper_than(planned.usd.expected) is sure
+    assert table.cheaper_than(likely.usd.expected) is None, "it is only sure to be in time"
+    assert table.cheaper_than(sure.usd.expected) is None
+
+
 def test_a_choice_of_spot_may_cost_as_much_as_pay_as_you_go_and_says_what_is_left_out():
     spot = row_of(table_of(tiers=BOTH, prices=[PRICES[V100]], node_counts=(2,)), V100, 2, "spot")
     assert spot.usd.expected == pytest.approx(2 * 6.1 * 0.3978)

@@ -129,6 +129,15 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     assert from_history([newer, run], sizes, 1, SKU, LearnedCorrection()).rests_on == ("newer",)
     assert replace(own, run_spread=0.3).seconds_at(1).high > own.seconds_at(1).high
 
+    far, near = (
+        replace(run, job_id=f"on-{count}", measured=replace(run.measured, node_count=count, step_seconds=seconds))
+        for count, seconds in ((2, 1.0), (7, 5.0))
+    )
+    [both, alone] = (from_history(runs, sizes, 4, SKU, LearnedCorrection()) for runs in ([far, near], [near]))
+    assert both.rests_on == ("on-7", "on-2"), "the nearest, as figures of other nodes are made: twice as many is as far"
+    assert "on 7 node(s) instead of 4" in both.basis_words
+    assert both.seconds_at(4) == alone.seconds_at(4)
+
     write_plan(rundir, job)
     rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=2, started_at=0.0, ended_at=1.0))
     assert past_runs(instance, pace_mark(job, 1), SKU, keeps_cache=True) == [], "a node was lost: it tells of that"
