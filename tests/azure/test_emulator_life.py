@@ -1,4 +1,4 @@
-"""The emulator comes and goes: one command for a person, and nothing of it is left however it ends."""
+"""The emulator comes and goes by one command for a person, which leaves nothing."""
 
 from __future__ import annotations
 

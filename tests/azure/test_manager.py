@@ -224,6 +224,28 @@ def test_lost_nodes_lead_to_the_next_launch(stage: Stage) -> None:
     assert ended == {f"{spec.job_id}-l1": "Failed", f"{spec.job_id}-l2": "Completed"}
 
 
+def test_a_lost_job_whose_next_name_is_taken_is_refused_and_another_start_takes_the_one_after(stage: Stage) -> None:
+    """As where another container of the workspace has a job of the same id."""
+    from azure.ai.ml import command
+    from azure.ai.ml.entities import Environment
+
+    stage.control("fault", fault="preempt", job=f"{stage.name}-job-l1", node=1, log="in launch 1")
+    manager, spec = stage.run(LAST_ONE_DONE)
+    theirs = command(
+        name=f"{spec.job_id}-l2", command="played /elsewhere []", compute=next(iter(stage.computes())),
+        environment=Environment(image="x/y:1"),
+    )  # fmt: skip
+    manager.service.ml.jobs.create_or_update(theirs)
+    with pytest.raises(ClusterError, match=r"has another job called .*-l2 .* or once more under this one"):
+        end(manager, spec)
+    assert manager.job_status(spec.job_id).state is JobState.FAILED
+    again = stage.manager(run="run-2")
+    again.submit_job(spec)
+    assert end(again, spec).state is JobState.SUCCEEDED
+    ended = {name: job["status"] for name, job in stage.jobs().items() if name != theirs.name}
+    assert ended == {f"{spec.job_id}-l1": "Failed", f"{spec.job_id}-l3": "Completed"}
+
+
 def test_only_who_tends_a_job_goes_on_with_it(stage: Stage) -> None:
     stage.control("fault", fault="lose", job=f"{stage.name}-job-l1", node=0, log="in launch 1")
     manager, spec = stage.run(LAST_ONE_DONE, max_resubmissions=1)
