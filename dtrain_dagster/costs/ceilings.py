@@ -29,6 +29,7 @@ MOST_NAMED = 5
 Kind = Literal["per_hour", "per_month"]
 KINDS: Mapping[Kind, str] = {"per_hour": "per hour", "per_month": "per month"}
 """Field of `Ceilings` → its name for people."""
+_REMEDY = f"lift all ceilings by {COMMAND} --none, and set --per-month AMOUNT or --per-hour AMOUNT"
 _AMOUNT = optional(matching(r"\d{1,10}(\.\d{1,9})?"))
 _SCHEMA = record(**dict.fromkeys(KINDS, _AMOUNT))
 
@@ -71,13 +72,12 @@ def read_ceilings(home: Path) -> Ceilings:
         found = read_document(open_storage(str(home)), CEILINGS, _SCHEMA, MARK_BYTES) or {}
     except (DamagedError, OSError) as error:
         raise CeilingError(
-            f"the ceilings on spending cannot be read, so nothing is started: {error}; write them again: {COMMAND} "
-            "--per-month AMOUNT, or lift them: --none"
+            f"the ceilings on spending cannot be read, so nothing is started: {error}; {_REMEDY}"
         ) from None
     if unknown := found.keys() - KINDS.keys():
         raise CeilingError(
             f"{CEILINGS} has {', '.join(sorted(unknown))}, which this version does not hold, so nothing is started: "
-            f"lift all ceilings by {COMMAND} --none, and set --per-month AMOUNT or --per-hour AMOUNT"
+            f"{_REMEDY}"
         )
     return Ceilings(**{kind: None if found.get(kind) is None else Decimal(found[kind]) for kind in KINDS})
 

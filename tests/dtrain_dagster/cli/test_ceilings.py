@@ -43,3 +43,13 @@ def test_options_of_ceilings_need_the_word(tmp_path: Path):
     assert "--per-month is of ceilings" in done.output
     for name in ("ceilings", "latest"):
         assert "--refresh is of prices: leave out the name" in dtrain(tmp_path, "cost", name, "--refresh").output
+
+
+def test_ceilings_that_cannot_be_read_are_mended_as_the_message_says(tmp_path: Path):
+    dtrain(tmp_path, "cost", "ceilings", "--per-month", "500")
+    (tmp_path / "ceilings.json").write_text("{")
+    done = dtrain(tmp_path, "cost", "ceilings", "--per-month", "500")
+    assert "cannot be read, so nothing is started" in done.output
+    assert "lift all ceilings by dtrain cost ceilings --none, and set --per-month AMOUNT" in done.output
+    assert dtrain(tmp_path, "cost", "ceilings", "--none").exit_code == 0
+    assert dtrain(tmp_path, "cost", "ceilings", "--per-month", "500").exit_code == 0

@@ -60,7 +60,7 @@ def test_ceilings_are_kept_lifted_and_added_to(tmp_path: Path):
 @pytest.mark.parametrize("text", ["{", '{"per_month": -5}', '{"per_month": "NaN"}', '{"per_hour": "1e9"}', "[]"])
 def test_ceilings_that_cannot_be_read_are_not_passed_over(tmp_path: Path, text: str):
     (tmp_path / CEILINGS).write_text(text)
-    with pytest.raises(CeilingError, match="write them again: dtrain cost ceilings"):
+    with pytest.raises(CeilingError, match="lift all ceilings by dtrain cost ceilings --none, and set"):
         read_ceilings(tmp_path)
 
 
