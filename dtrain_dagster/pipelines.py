@@ -113,12 +113,12 @@ def build_training_assets(
 
     ``dataset``: `Prices`; the folder or id of a dataset; or the asset of this code location that returns such a folder.
     ``script``: instead, a script that calls `trainer.Trainer.fit`, with its ``arguments``; its model is registered with
-    ``registry``, as that of a dataset always is. ``model``, ``loss``: stock
-    names or ``package.module:factory``. ``training``: fields of `trainer.config.DistributedTrainingConfig`; ``limits``:
-    budget_usd, deadline_hours, stop_at_usd, probe. Launchpads begin with all of these. ``cluster``: as
-    the environment has it, where None. ``model_name``, ``experiment``: in MLflow (None: ``name``). ``schedule``: cron
-    of the retraining, switched off by default. ``owners``: of the assets. ``deps``: assets that are made before the
-    first one. Raise `PipelineError`, or `SettingsError` for an unusable environment.
+    ``registry``, as that of a dataset always is. ``model``, ``loss``: stock names or ``package.module:factory``.
+    ``training``: fields of `trainer.config.DistributedTrainingConfig`; ``limits``: budget_usd, deadline_hours,
+    stop_at_usd, probe, nodes, gpu_type, tier. Launchpads begin with all of these. ``cluster``: as the environment has
+    it, where None. ``model_name``, ``experiment``: in MLflow (None: ``name``). ``schedule``: cron of the retraining,
+    switched off by default. ``owners``: of the assets. ``deps``: assets that are made before the first one of a graph
+    without prices. Raise `PipelineError`, or `SettingsError` for an unusable environment.
     """
     if (dataset is None) == (script is None):
         raise PipelineError(f"pipeline {name}: give either dataset or script")

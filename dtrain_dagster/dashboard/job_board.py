@@ -173,15 +173,21 @@ class OpenJob:
             )
 
     def facts(self, places: Places) -> dict[str, Any]:
-        """Return what the page says besides curves and costs, see `job_facts.facts_of_page`; shared for a while."""
+        """Return what the page says besides curves and costs, see `job_facts.facts_of_page`; shared for a while. After
+        the end, too: storage may have failed for a moment, and a run in MLflow may be made later."""
         with self.lock:
             state, usd = self.row.state, self.cost.usd if self.cost else None
-            made_for = (self._moment(), state, places)
+            made_for = (self._end is None, self._while, state, places)
             return self._share("facts", made_for, lambda: facts_of_page(self.rundir, state, usd, places))
 
     def _moment(self) -> object:
         """Return what changes now and then while the job runs, and once more when its end was read."""
-        return self._end or time.monotonic() // (10 * refresh_seconds(self.rundir.storage))
+        return self._end or self._while
+
+    @property
+    def _while(self) -> float:
+        """Return what changes now and then."""
+        return time.monotonic() // (10 * refresh_seconds(self.rundir.storage))
 
     def _share(self, name: str, made_for: object, make: Callable[[], T]) -> T:
         """Return what was made before for the same, or make it."""

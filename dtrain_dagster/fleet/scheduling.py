@@ -94,7 +94,8 @@ class Look:
         self.unspent_units = facts.limits.budget_units - settled - sum(item.paid_units for item in self.jobs)
         self.free_units = facts.limits.budget_units - settled - sum(item.grant_units for item in self.jobs)
         """Dollars that nobody was promised."""
-        self.free_nodes = facts.limits.nodes - sum(item.nodes for item in self.jobs if item.state.has_nodes)
+        in_use = sum(item.nodes for item in self.jobs if item.state.has_nodes)
+        self.free_nodes = max(0, facts.limits.nodes - in_use)  # somebody may have taken nodes from the fleet
         self.decisions: list[Decision] = []
         self.waits: dict[str, str] = {}
         """By job without nodes that neither begins nor ends now, why it waits."""

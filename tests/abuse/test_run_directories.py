@@ -10,9 +10,11 @@ import errno
 import io
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -45,6 +47,9 @@ from tests.abuse.run_directories import (
     write_cluster_files,
 )
 from tests.abuse.run_directory_readers import OBEYED
+from trainer.documents import schemas
+from trainer.documents.reader import is_event
+from trainer.elastic.generation import Candidate, Generation
 from trainer.errors import DamagedError
 from trainer.rundir import JOB, RESULT, STATUS, RunDir, event
 
@@ -103,6 +108,49 @@ def test_the_worst_of_them_to_what_else_is_read(stage: Stage, damages: dict[str,
         (ANY | JSON)[name](path)
     (copy / "logs" / "node-1.log").write_text(f"{ESCAPES}\n{ESCAPES}")
     stage.read()
+
+
+FORMS = {
+    "nodes/": schemas.PRESENCE, "membership/g000001.json": schemas.record_of(Generation),
+    "membership/": schemas.record_of(Candidate),
+    "manifest.json": schemas.MANIFEST,
+}  # fmt: skip
+"""The forms of documents that are not of one name, by a part of it."""
+READ = ("*.json", "nodes/*", "membership/*.json", "membership/*/*", "checkpoints/*.json", "checkpoints/*/manifest.json",
+        "model/*.json", "reports/*", "events/*")  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_reader_survives_other_values_that_forms_let_through(stage: Stage, seed: int):
+    """What a form refuses is damaged and named, which others tests look at. Of what it lets through, a few changes by
+    chance: in half of the files, a key less, a key more, or another type."""
+    chance, copy, made = random.Random(seed), stage.copy(), []
+    for path in sorted({path for pattern in READ for path in copy.glob(pattern)}):
+        if chance.random() < 0.5:
+            continue
+        name, text = path.relative_to(copy).as_posix(), path.read_text()
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        number = chance.randrange(len(lines))
+        changes = list(each_change(json.loads(lines[number])))
+        chance.shuffle(changes)
+        where, changed = next((item for item in changes if is_let_through(name, *item)), ("", None))
+        if where:
+            made.append(f"{name}: {where}")
+            path.write_text("\n".join([*lines[:number], json.dumps(changed), *lines[number + 1 :]]))
+    try:
+        stage.read()
+    except Exception as error:
+        raise AssertionError("\n".join(made)) from error
+
+
+def is_let_through(name: str, where: str, document: Any) -> bool:
+    if name.startswith("events/"):
+        return is_event(document)
+    if name == "launch.json" and "engine" in where:
+        return False  # the list of that cluster has it then
+    form = schemas.DOCUMENTS.get(name) or next((form for part, form in FORMS.items() if part in name), None)
+    return form is None or not form(document)
 
 
 def test_a_nodes_file_with_other_keys_ends_no_list(written: Callable[..., RunDir], tmp_path: Path):

@@ -125,6 +125,13 @@ class Emulator:
         runpy.run_path(str(ROOT / "harness/azure/resolver/sitecustomize.py"))
         from azure.ai.ml import _azure_environments as environments
 
+        from trainer.secrets import azure_token
+        from trainer.storage import azure_account
+
+        # This process may have used another emulator, whose tokens this one does not take.
+        azure_token.credential.cache_clear()
+        azure_account._service.cache_clear()
+
         # Of a cloud that the SDK does not know by itself it asks the addresses several times for each request.
         monkeypatch.setitem(environments._environments, CLOUD, environments._get_cloud(CLOUD))
 

@@ -233,6 +233,27 @@ def test_facts_of_a_damaged_file_take_only_their_own_part_away(tmp_path: Path) -
     assert "The checkpoint of step 5 is kept" in facts["failure"]["advice"]
 
 
+def test_what_cannot_be_read_for_a_moment_or_comes_after_the_end_is_told_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = write_run(tmp_path, "mine", told(3), state="succeeded")
+    monkeypatch.setattr("dtrain_dagster.dashboard.job_board.refresh_seconds", lambda storage: 0.01)
+    places, board = Places(mlflow_url="https://mlflow.example"), JobBoard(str(tmp_path), "dedicated")
+
+    def facts() -> dict[str, Any]:
+        time.sleep(0.12)
+        job = board.open("mine", time.time())
+        assert job is not None
+        return job.facts(places)
+
+    rundir.storage.write("tracking.json", b"{")
+    before = facts()
+    assert (before["links"], len(before["damaged"])) == ([], 1)
+    rundir.write_json("tracking.json", {"mlflow_run_id": "0123456789abcdef"})
+    after = facts()
+    assert ([link["label"] for link in after["links"]], after["damaged"]) == (["MLflow run"], [])
+
+
 def test_a_strange_plan_takes_only_the_costs_away(tmp_path: Path) -> None:
     rundir = write_run(tmp_path, "done", told(20), state="succeeded")
     rundir.write_json("launch.json", {"launch": 1, "sku": "Standard_NC6s_v3", "submitted_at": START})

@@ -237,6 +237,7 @@ def test_each_job_that_waits_says_for_what():
         "after": "nodes are kept for wide, which comes before it",
     }
     assert told(running("all", nodes=4), waiting("one", 1)) == {"one": "no node is free"}
+    assert told(running("all", nodes=6), waiting("one", 1)) == {"one": "no node is free"}, "the fleet has fewer by now"
     poor = replace(LIMITS, budget_usd=1.1)
     assert told(running("runs"), waiting("poor", 1, node_seconds=700.0), limits=poor) == {
         "poor": "the rest of the budget is needed by jobs ahead of it"
