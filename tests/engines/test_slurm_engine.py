@@ -105,6 +105,15 @@ def test_refusals_name_the_setting(
     assert make().list_jobs(launch) == []
 
 
+def test_a_job_that_is_kept_away_from_all_machines_is_refused_at_once(
+    make: Callable[..., SlurmEngine], launch: dict[str, Any]
+) -> None:
+    """Which is why it is then submitted without exclusions."""
+    with pytest.raises(EngineError, match="node configuration is not available"):
+        make().submit(launch, 0, 1, ("n1", "n2", "n3"))
+    assert make().list_jobs(launch) == []
+
+
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EngineError, match="set DTRAIN_SLURM_HOST"):
