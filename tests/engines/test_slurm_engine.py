@@ -105,13 +105,17 @@ def test_refusals_name_the_setting(
     assert make().list_jobs(launch) == []
 
 
-def test_a_job_that_is_kept_away_from_all_machines_is_refused_at_once(
+def test_a_job_that_is_kept_away_from_all_machines_is_refused_at_once_and_its_name_is_used_up(
     make: Callable[..., SlurmEngine], launch: dict[str, Any]
 ) -> None:
-    """Which is why it is then submitted without exclusions."""
+    """Which is why the next incarnation is then submitted without exclusions."""
     with pytest.raises(EngineError, match="node configuration is not available"):
         make().submit(launch, 0, 1, ("n1", "n2", "n3"))
-    assert make().list_jobs(launch) == []
+    [refused] = make().list_jobs(launch)
+    assert (refused.incarnation, refused.state) == (1, "ended")
+    make().submit(launch, 0, 2)
+    until(lambda: [job.state for job in make().list_jobs(launch) if job.incarnation == 2] == ["running"], "2 to run")
+    make().cancel([job.id for job in make().list_jobs(launch)], force=True)
 
 
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:

@@ -191,7 +191,8 @@ class AgentPlacer(Placer):
             if not excluded:
                 raise
             say(f"node {record.node_id} may be placed on {', '.join(excluded)} again: without these {error}")
-            return self._submit(replace(record, is_anywhere=True))
+            # Another incarnation: SLURM keeps the refused job as one of this name.
+            return self._submit(replace(record, incarnation=record.incarnation + 1, is_anywhere=True))
         return replace(record, job_id=job_id, reason="", taken_at=self._now())
 
     def _all(self) -> list[tuple[dict[int, NodeRecord], NodeRecord]]:

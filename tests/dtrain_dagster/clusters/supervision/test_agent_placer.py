@@ -55,9 +55,10 @@ class Engine:
         self._answer()
         if self.refuses:
             raise LaunchError("the engine refuses it: set another partition")
-        if self.knows is not None and self.knows <= set(excluded):  # as SLURM does
-            raise LaunchError("Requested node configuration is not available")
         name, key = name_job(launch, node_id, incarnation), (node_id, incarnation)
+        if self.knows is not None and self.knows <= set(excluded):  # as SLURM does, which keeps the job nevertheless
+            self.jobs[key] = EngineJob(id=name, node_id=node_id, incarnation=incarnation, state="ended", exit_code=-1)
+            raise LaunchError("Requested node configuration is not available")
         if key not in self.jobs:
             free = [host for host in self.hosts if host not in excluded]
             found: dict[str, Any] = {"state": "pending", "reason": "(Resources)"}
@@ -299,7 +300,8 @@ def test_where_all_hosts_are_excluded_a_job_that_the_engine_refuses_for_that_is_
     job.hosts.add(HostEvent(host="h0", at=job.clock.now(), kind="unfit", why="the disk is full"))
     job.engine.hosts, job.engine.knows = ["h0"], {"h0"}
     job.start(0)
-    assert job.look()[0] == (1, "running", (None,))
+    job.say(0, 2)
+    assert job.look()[0] == (2, "running", (None,))
 
 
 def test_a_node_that_may_be_placed_anywhere_stays_so_while_the_engine_does_not_answer(job: Job) -> None:
