@@ -138,6 +138,7 @@ def test_no_identity(practice: Practice) -> None:
          f"{WS}computes/write is not granted", '--role "dtrain orchestrates (<prefix>)" --scope /subscriptions/'),
         ({}, {"DTRAIN_STORAGE": "az://absent"}, "storage", "missing", "has no such container: create it", ""),
         ({}, {"AZURE_STORAGE_ACCOUNT_URL": ""}, "storage", "missing", "AZURE_STORAGE_ACCOUNT_URL is not set", ""),
+        ({}, {"DTRAIN_AZURE_IMAGE": "dtrain-nodes:1"}, "images", "warning", "names no registry", "azurecr.io/"),
         ({}, {"DTRAIN_AZURE_IMAGE": "azureml:absent:3"}, "images", "missing", "does not exist: absent:3", ""),
         ({}, {"DTRAIN_AZURE_SUBNET": SUBNET_ID + "2"}, "network", "missing", "NotFound", "DTRAIN_AZURE_SUBNET"),
         ({}, {"DTRAIN_AZURE_SUBNET": ""}, "network", "missing", "no subnet is named", "DTRAIN_AZURE_SUBNET"),

@@ -258,6 +258,9 @@ class Doctor:
             path = text.removeprefix("azureml:").removesuffix("@latest").replace(":", "/versions/")
             self._document(f"{self.options.workspace_id}/environments/{path}", "2024-04-01")
             yield DoctorLine("images", "ok", f"{text} is in the workspace")
+        elif not re.match(r"[^/]*[.:][^/]*/", text):
+            remedy = "name an image with its registry (registry.azurecr.io/dtrain-nodes:1), or azureml:<name>:<version>"
+            yield DoctorLine("images", "warning", f"{text} names no registry: nodes look for it at Docker Hub", remedy)
         else:
             remedy = f"see that nodes can pull it: `az acr manifest show {text}`; their identity needs AcrPull"
             yield DoctorLine("images", "warning", f"{text}: its registry was not asked", remedy)
