@@ -352,6 +352,25 @@ def test_neighbouring_windows_of_a_long_training_are_taken_together(monkeypatch)
     assert seconds_of(whole)["waiting for a straggler"] == pytest.approx(5 * 5 + 5 * 1)
 
 
+@pytest.mark.parametrize(
+    ("status", "after"),
+    [
+        ("succeeded", {"finish": 70, "idle": 40}),
+        ("failed", {"lost to a failure": 10, "finish": 60, "idle": 40}),
+    ],
+)
+def test_nodes_that_are_kept_after_the_end_close_for_a_minute_and_are_idle_then(status, after):
+    told = [
+        at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),
+        at("phase", 10.0, name="startup", seconds=10.0),
+        window(20.0, 10, [0], forward=[1.0]),
+        at("phase", 20.0, name="training", seconds=10.0),
+        at("end", 30.0, status=status),
+    ]
+    nodes = CostTracker("local", [stay(0, 0.0, 130.0)], "dedicated").nodes
+    assert seconds_of(ledger(nodes, told)) == {"start-up": 10, "productive": 10, **after}
+
+
 def test_a_job_that_runs_is_accounted_for_until_now():
     told = [
         at("membership", 10.0, nodes=[0], joined=[0], step=0, seconds=0.0),

@@ -123,6 +123,17 @@ def test_what_was_measured_takes_the_place_of_what_was_planned_and_the_last_spee
     assert found.at_end.expected == pytest.approx(2 * HOURLY * (5460 + left) / 3600, rel=0.001)
 
 
+def test_steps_since_the_last_report_count_once_and_a_pause_counts_as_lost():
+    at_the_report, between, in_a_pause = (
+        projected(usage(60 + 1500 + more), steps(500, 3.0)).at_end for more in (0, 15, 330)
+    )
+    assert at_the_report is not None
+    assert between is not None
+    assert in_a_pause is not None
+    assert between.expected == pytest.approx(at_the_report.expected)
+    assert in_a_pause.expected - at_the_report.expected == pytest.approx(2 * HOURLY * 300 / 3600)
+
+
 def stays(node: int, *times: tuple[float, float]) -> list[NodeUsage]:
     return [NodeUsage(node_id=node, sku=V100, started_at=BEGAN + at, ended_at=BEGAN + to) for at, to in times]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,17 @@ def test_what_nodes_have_changed_is_not_used(folder: Path, change: Any, message:
     rundir = RunDir(str(folder / "job"))
     with pytest.raises(RunModelError, match=message):
         load_run_model(rundir, order_of(folder / "home", rundir))
+
+
+def test_a_program_that_is_not_the_registered_one_is_not_used(folder: Path) -> None:
+    """Whoever changes the program after its registration can change what `program.json` says of it as well."""
+    rundir = RunDir(str(folder / "job"))
+    order = order_of(folder / "home", rundir)
+    assert order
+    known = load_run_model(rundir, order).digests
+    for name in known:
+        with pytest.raises(RunModelError, match=rf"{name} is .* 000000000000… was registered"):
+            load_run_model(rundir, replace(order, registered={**known, name: "0" * 64}))
 
 
 def test_a_job_of_another_home_is_not_run(folder: Path) -> None:
