@@ -1,4 +1,4 @@
-"""Parts that all assets share: owners, code version, and helpers that build metadata.
+"""Parts that all assets share: owners, the options of a launchpad, and helpers that build metadata.
 
 The page of an asset is in the order in which one reads: the verdict in a sentence, a picture, three figures, the ten
 best rows, links, and the rest. Dagster shows metadata in the order in which it is given;

@@ -138,7 +138,7 @@ def describe_ticket(ticket: Ticket) -> str:
     """Return since when a run waits, its next try, and why."""
     queued, following, ends = map(_moment, (ticket.queued_at, ticket.retry_at, ticket.deadline_at))
     why = ticket.reason.partition("\n")[0]
-    tries = f"{ticket.attempt - 1} tries, the next at {following}"
+    tries = f"tries: {ticket.attempt - 1}, the next at {following}"
     return f"run {ticket.run_id[:8]} waits since {queued} ({tries}; gives up at {ends}): {why}"
 
 

@@ -23,6 +23,7 @@ from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_facts import Places
+from dtrain_dagster.dashboard.job_list import list_page
 from dtrain_dagster.dashboard.metrics import exposition
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.fleet.jobs import FleetJob, Standing
@@ -109,6 +110,7 @@ def _board(readers: Readers) -> None:
     assert (rows[readers.whole].state, rows[readers.whole].step) == ("succeeded", STEPS)
     assert readers.damaged in rows
     readers.look(json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
+    readers.look(list_page(board.listing(), "", "", 100))
     assert f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' in exposition(board).decode()
     for job_id in (readers.whole, readers.damaged):
         job = readers.of_damaged(lambda job_id=job_id: board.open(job_id, time.time()))
