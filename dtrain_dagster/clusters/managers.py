@@ -1,8 +1,8 @@
 """The clusters whose jobs have a supervisor: this machine, and an engine that runs nodes for us (SLURM, Kubernetes or
 Ray), which is chosen by the kind of cluster. The module stands above the rooms of all engines for that.
 
-What these clusters share is in `supervision.manager`. What they differ in belongs here: how many nodes there may be, and
-what is shown of a launch beforehand.
+What these clusters share is in `supervision.manager`. What they differ in belongs here: how many nodes there may be,
+and what is shown of a launch beforehand.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from dtrain_dagster.jobs.view import last_step
 from dtrain_dagster.settings.cluster_kinds import Tier, tier_of
 from dtrain_dagster.support.job_lock import is_held
 from trainer.documents.presences import stale_seconds
+from trainer.printable import visible
 from trainer.rundir import JOB, LAUNCH, RESULT, STATUS, RunDir
+from trainer.secrets.redaction import redact
 
 DAMAGED = "damaged"
 """The state, in place of a `JobState`, of a job whose run directory cannot be read."""
@@ -113,10 +115,11 @@ def read_course(rundir: RunDir, status: JobStatus) -> JobFacts:
         kept = None if status.state is JobState.SUCCEEDED else rundir.latest_checkpoint()
         known = (step, (rundir.read_json(RESULT) or {}).get("steps"), kept and kept[1])
         step = max((each for each in known if isinstance(each, int)), default=None)
+    model = str(((rundir.read_json(JOB) or {}).get("model") or {}).get("factory", ""))
     return JobFacts(
         status=status,
         run_dir=rundir.uri,
-        model=str(((rundir.read_json(JOB) or {}).get("model") or {}).get("factory", "")),
+        model=visible(redact(model)),  # nodes may have written it
         began_at=status.started_at,
         step=step,
         loss=loss,

@@ -111,7 +111,7 @@ def _board(readers: Readers) -> None:
     assert readers.damaged in rows
     readers.look(json.dumps([str(row) for row in rows.values()], ensure_ascii=False))
     readers.look(list_page(board.listing(), "", "", 100))
-    assert f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' in exposition(board).decode()
+    assert f'dtrain_step{{job="{readers.whole}"}} {STEPS}.0' in readers.look(exposition(board).decode())
     for job_id in (readers.whole, readers.damaged):
         job = readers.of_damaged(lambda job_id=job_id: board.open(job_id, time.time()))
         if job is not None:
