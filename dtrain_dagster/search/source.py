@@ -186,7 +186,8 @@ def score_of(evaluation: EvaluationEvent, metric: str) -> float:
 RANDOM_FIRST = 5
 """Trials that the Gaussian process draws at random before it learns from results."""
 MOST_DRAWS = 1000
-"""Random draws of values that were tried before, after which none are left."""
+"""Random draws of values that were tried before, after which none are left; of finitely many, after which they are
+looked for one after the other."""
 
 
 def draw_values(
@@ -217,7 +218,10 @@ def draw_values(
         drawn = others.ask(space.domains).params
         if drawn not in tried:
             return drawn
-    return None
+    if space.size == math.inf:
+        return None
+    places = (own_seed % int(space.size) + step for step in range(len(tried) + 1))
+    return next(each for place in places if (each := space.values(place % int(space.size))) not in tried)
 
 
 def ask_for_values(

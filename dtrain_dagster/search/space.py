@@ -56,6 +56,11 @@ class Parameter:
             return len(self.choices)
         return round((found.high - found.low) / found.step) + 1 if found.step else math.inf
 
+    def value(self, place: int) -> Value:
+        """Return one of finitely many values by its place among them, counted from 0."""
+        found: Any = self.domain
+        return min(found.low + place * found.step, found.high) if self.choices is None else self.choices[place]
+
     @property
     def ends(self) -> Sequence[Value]:
         """Return its least and its greatest value; of choices all of them."""
@@ -78,6 +83,14 @@ class Space:
     def size(self) -> float:
         """Return the number of trials that there can be; infinity where a parameter has a range of real numbers."""
         return math.prod(item.count for item in self.parameters)
+
+    def values(self, place: int) -> dict[str, Value]:
+        """Return the values of one of finitely many trials by its place among them, counted from 0."""
+        found = {}
+        for item in self.parameters:
+            place, own = divmod(place, int(item.count))
+            found[item.name] = item.value(own)
+        return found
 
     def corners(self) -> list[dict[str, Value]]:
         """Return values of trials that together have each end of each range and each choice, and else the first value

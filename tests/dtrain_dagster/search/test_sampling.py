@@ -56,6 +56,21 @@ def test_of_a_space_of_few_trials_none_is_left_out_or_drawn_twice(sampler: Sampl
     assert sorted(list(trial.values.values()) for trial in known) == sorted(map(list, wanted))
 
 
+@pytest.mark.parametrize("missing", [0, 3, 1199])
+def test_the_last_values_of_a_large_space_are_found(missing: int) -> None:
+    space = parse_space({"training.seed": {"low": 1, "high": 400}, "model.factory": ["a", "b", "c"]})
+    every = [space.values(place) for place in range(1200)]
+    assert len({str(values) for values in every}) == space.size == 1200
+    known = [
+        Trial(number=number, values=values, of=1, scores=(1.0,), state=TrialState.COMPLETE)
+        for number, values in enumerate(every)
+        if number != missing
+    ]
+    assert draw_values(space, Sampler.random, 0, 1199, known, (), 1.0) == every[missing]
+    known.append(replace(known[0], values=every[missing]))
+    assert draw_values(space, Sampler.random, 0, 1200, known, (), 1.0) is None
+
+
 def test_where_trials_fail_or_diverge_no_more_are_drawn() -> None:
     """A trial without a number says of its values that they are bad, not nothing."""
     known = [
