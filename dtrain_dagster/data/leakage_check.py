@@ -29,7 +29,7 @@ from trainer.config import ConfigError
 from trainer.data.sampler import spread_positions
 from trainer.data.shards import DataShardManager
 from trainer.evaluation import window_scores as scores
-from trainer.evaluation.gate import suspect_leak
+from trainer.evaluation.gate import CHANCE_T, suspect_leak
 from trainer.evaluation.window_baselines import BaselineForecast, fit_student_t
 from trainer.evaluation.window_report import score_forecast
 from trainer.model.losses import ReturnAndVolatility
@@ -39,7 +39,8 @@ MOST_WINDOWS, MOST_NUMBERS = 10_000, 1 << 24
 PENALTY = 0.1
 """Of ridge, per training window, for standardised features and labels. With less, shuffled labels are all noise."""
 MARGIN_NLL = 0.02
-"""By how much shuffled labels may beat the best constant distribution, in nats per sample."""
+"""By how much shuffled labels may beat the best constant distribution, in nats per sample; of few windows more, by
+chance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,8 @@ class LeakageTrial:
     """What a regression reaches on the validation split: the skill is that of its mean forecast in each half."""
 
     nll: float
+    gain_t: float | None = None
+    """The t-statistic over days of how much lower that is than the constant distribution's; None: too few days."""
     halves: tuple[dict[str, float | None], ...]
 
 
@@ -68,10 +71,10 @@ def judge_leakage(
     distribution's on the same windows."""
     shuffling, alarm = [], []
     gain = constant_nll - shuffled.nll
-    if gain > MARGIN_NLL:
+    if gain > MARGIN_NLL and (shuffled.gain_t is None or shuffled.gain_t > CHANCE_T):
         shuffling.append(
             f"a model trained on shuffled labels beats the unconditional distribution by {gain:.4f} nats "
-            f"(more than {MARGIN_NLL}): labels reach it by some way other than the data"
+            f"(more than {MARGIN_NLL}, and beyond chance): labels reach it by some way other than the data"
         )
     if not suspect_leak(planted.halves):
         alarm.append("a label planted among the features went unnoticed: the leak alarm cannot be trusted")
@@ -107,8 +110,8 @@ def plant_leak(windows: Windows, features: int) -> Windows:
     return replace(windows, features=planted)
 
 
-def run_trial(train: Windows, valid: Windows, horizon: int) -> LeakageTrial:
-    """Fit ridge to the training windows, and judge it on the validation windows."""
+def run_trial(train: Windows, valid: Windows, horizon: int, constant: NDArray[np.float64]) -> LeakageTrial:
+    """Fit ridge to the training windows, and judge it on the validation windows. ``constant``: `constant_nll`."""
     centre = train.labels.mean(axis=0)
     weights = ridge(train.features, train.labels - centre)
     said, forecast = (part.features @ weights + centre for part in (train, valid))
@@ -122,7 +125,9 @@ def run_trial(train: Windows, valid: Windows, horizon: int) -> LeakageTrial:
         for part in scores.halves(valid.days)
         if part.any()
     )
-    return LeakageTrial(nll=_nll(sigma, nu, outcome), halves=skill)
+    nll, lag = _nll(sigma, nu, outcome), scores.newey_west_lag(len(np.unique(valid.days)), horizon)
+    gain_t = scores.newey_west_t(scores.daily_means(constant - nll, valid.days), lag)
+    return LeakageTrial(nll=float(nll.mean()), gain_t=gain_t, halves=skill)
 
 
 def ridge(features: NDArray[np.float32], labels: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -136,18 +141,19 @@ def ridge(features: NDArray[np.float32], labels: NDArray[np.float64]) -> NDArray
     return np.linalg.solve(gram + PENALTY * np.eye(size), features.T.astype(np.float64) @ labels / count)
 
 
-def constant_nll(valid: Windows) -> float:
-    """Return the NLL on the validation split of the one distribution that fits its labels best: a model that only
+def constant_nll(valid: Windows) -> NDArray[np.float64]:
+    """Return the NLL of each validation window by the one distribution that fits its labels best: a model that only
     guessed a calmer or more volatile market than it saw in training cannot beat it by luck."""
     outcome = valid.labels[:, 0]
     sigma, nu = fit_student_t(outcome)
     return _nll(np.full(len(outcome), sigma), nu, outcome)
 
 
-def _nll(sigma: NDArray[np.float64], nu: float, outcome: NDArray[np.float64]) -> float:
-    """Return the mean NLL of Student-t distributions of mean zero."""
+def _nll(sigma: NDArray[np.float64], nu: float, outcome: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the NLL of each outcome by Student-t distributions of mean zero: a linear model of a few windows gives
+    means that are worse than none."""
     forecast = BaselineForecast(np.zeros(len(outcome)), sigma, nu)
-    return float(score_forecast(forecast.predictive, outcome)["nll"].mean())
+    return np.asarray(score_forecast(forecast.predictive, outcome)["nll"], dtype=np.float64)
 
 
 def run_leakage_checks(shards: DataShardManager, seed: int = 0) -> dict[str, Any]:
@@ -156,13 +162,13 @@ def run_leakage_checks(shards: DataShardManager, seed: int = 0) -> dict[str, Any
     train, valid = (read_windows(shards, split) for split in ("train", "valid"))
     constant = constant_nll(valid)
     trials = {
-        "shuffled": run_trial(shuffle_labels(train, seed), valid, horizon),
-        "planted": run_trial(plant_leak(train, features), plant_leak(valid, features), horizon),
-        "control": run_trial(train, valid, horizon),
+        "shuffled": run_trial(shuffle_labels(train, seed), valid, horizon, constant),
+        "planted": run_trial(plant_leak(train, features), plant_leak(valid, features), horizon, constant),
+        "control": run_trial(train, valid, horizon, constant),
     }
     return {
-        "checks": judge_leakage(constant, **trials),
-        "constant_nll": constant,
+        "checks": judge_leakage(float(constant.mean()), **trials),
+        "constant_nll": float(constant.mean()),
         "seconds": round(time.monotonic() - started, 3),
         "trials": {name: asdict(trial) for name, trial in trials.items()},
     }

@@ -27,8 +27,8 @@ KNOWS = {"rank_ic": 0.9, "rank_ic_t": 30.0, "balanced_accuracy": 0.9, "balanced_
 BLIND = {"rank_ic": 0.0, "rank_ic_t": 0.1, "balanced_accuracy": 0.5, "balanced_accuracy_t": 0.0}
 
 
-def trial(nll: float, half: dict[str, float | None]) -> LeakageTrial:
-    return LeakageTrial(nll=nll, halves=(half, half))
+def trial(nll: float, half: dict[str, float | None], gain_t: float | None = None) -> LeakageTrial:
+    return LeakageTrial(nll=nll, gain_t=gain_t, halves=(half, half))
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,8 @@ def trial(nll: float, half: dict[str, float | None]) -> LeakageTrial:
     [
         (trial(-1.91, BLIND), trial(-4.0, KNOWS), trial(-2.0, BLIND), None),
         (trial(-1.99, BLIND), trial(-4.0, KNOWS), trial(-2.0, BLIND), "shuffled labels beats"),
+        (trial(-1.99, BLIND, 2.1), trial(-4.0, KNOWS), trial(-2.0, BLIND), "shuffled labels beats"),
+        (trial(-1.99, BLIND, 0.5), trial(-4.0, KNOWS), trial(-2.0, BLIND), None),  # of a few windows, by chance
         (trial(-1.90, BLIND), trial(-4.0, BLIND), trial(-2.0, BLIND), "went unnoticed"),
         (trial(-1.90, BLIND), trial(-4.0, KNOWS), trial(-4.0, KNOWS), "on the unchanged data, rank_ic"),
     ],
@@ -75,6 +77,7 @@ def test_leakage_checks_on_a_market_without_leaks(market: Market) -> None:
     result = run_leakage_checks(market)  # type: ignore[arg-type]
     assert result["checks"] == {"shuffled_labels_teach_nothing": [], "planted_leak_is_caught": []}
     trials = result["trials"]
+    assert trials["control"]["gain_t"] > 2  # beyond chance
     assert trials["control"]["nll"] < result["constant_nll"]  # so that shuffled labels had something to miss
     json.dumps(result, allow_nan=False)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ from dtrain_dagster.planning.evidence import (
     left_node_seconds,
     payer_of,
     take_charges,
+    unpaid_charges,
 )
 from tests.dtrain_dagster.assets.test_plan_limits import plan
 from trainer.rundir import RunDir
@@ -109,6 +112,9 @@ def test_of_trainings_that_rest_on_a_probe_one_pays(tmp_path: Path):
     [payer] = [job_id for job_id, charges in paid.items() if charges]
     assert payer_of(RunDir(f"{tmp_path}/probe-a-2n")) == payer
     assert take_charges(str(tmp_path), [charge()], payer) == (charge(),), "asked again, it is still its own"
+    cluster: Any = SimpleNamespace(node_usage=lambda job_id: charge(job_id).usage)
+    left = unpaid_charges(cluster, str(tmp_path), ["probe-a-2n", "probe-b-2n"])
+    assert left == (charge("probe-b-2n"),), "what is paid does not count against the limits of another plan"
 
 
 def test_a_job_that_continues_keeps_the_probe_that_it_was_started_with(tmp_path: Path):
