@@ -6,17 +6,16 @@ The same view is printed by `dtrain fleet` and sent as JSON.
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence
-from dtrain_dagster.costs.money import usd
+from dtrain_dagster.costs.money import USD, usd
 from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
+from dtrain_dagster.fleet.runner import Followed
 from dtrain_dagster.fleet.scheduling import FleetFacts, Look
-from dtrain_dagster.jobs.view import JobFollower
 from dtrain_dagster.planning.projection import time_left
 from trainer.documents.presences import stale_seconds
 from trainer.errors import DamagedError
@@ -94,15 +93,17 @@ class FleetWatch:
 
     def __init__(self, records: FleetRecords) -> None:
         self.records = records
-        self._followers: dict[str, JobFollower] = {}
+        self._followers: dict[str, Followed] = {}
         self._done: dict[str, FleetRow] = {}
 
     def view(self, now: float | None = None) -> FleetView:
         """Return the fleet as it is now. Raise `FleetError` where there is none of that name."""
         now = time.time() if now is None else now
         limits, standings = self.records.limits(), self.records.standings()
-        waits = Look(FleetFacts(limits, tuple(standings), more_may_come=True), now).waits
-        rows = [self._row(standing, limits, waits.get(standing.job_id, ""), now) for standing in standings]
+        rows = [self._row(standing, limits, now) for standing in standings]
+        told = [self._as_told(*item, now) for item in zip(standings, rows, strict=True)]
+        waits = Look(FleetFacts(limits, tuple(told), more_may_come=True), now).waits
+        rows = [replace(row, why=f"waits: {waits[row.job_id]}") if row.job_id in waits else row for row in rows]
         return FleetView(
             name=self.records.name,
             at=now,
@@ -117,7 +118,14 @@ class FleetWatch:
             jobs=tuple(rows),
         )
 
-    def _row(self, standing: Standing, limits: FleetLimits, wait: str, now: float) -> FleetRow:
+    def _as_told(self, standing: Standing, row: FleetRow, now: float) -> Standing:
+        """Return how a job stands with what it has told and cost since that was noted: it is noted at its end."""
+        follower = self._followers.get(standing.job_id)
+        if follower is None or not standing.state.has_nodes:
+            return standing
+        return replace(follower.stands(standing, now), paid_units=max(standing.paid_units, round(row.usd * USD)))
+
+    def _row(self, standing: Standing, limits: FleetLimits, now: float) -> FleetRow:
         job_id, state = standing.job_id, standing.state
         if job_id in self._done and self._done[job_id].state == state:
             return self._done[job_id]
@@ -131,7 +139,7 @@ class FleetWatch:
             usd=standing.usd,
             promised_usd=usd(standing.grant_units),
             launches=standing.launches,
-            why=f"waits: {wait}" if rests and wait else standing.reason.partition("\n")[0],
+            why=standing.reason.partition("\n")[0],
         )
         if standing.launches and standing.job.config is not None:
             row = self._told(standing, row, limits, now)
@@ -142,9 +150,9 @@ class FleetWatch:
     def _told(self, standing: Standing, row: FleetRow, limits: FleetLimits, now: float) -> FleetRow:
         """Return the row of a job with what its run directory says."""
         rundir = standing.job.rundir
-        follower = self._followers.setdefault(standing.job_id, JobFollower(rundir))
+        follower = self._followers.setdefault(standing.job_id, Followed(rundir))
         try:
-            deque(follower.read(), maxlen=0)
+            follower.look()
             told = follower.view
             row = replace(
                 row, step=told.step or None, total_steps=told.total_steps, loss=told.loss, valid_loss=told.valid_loss

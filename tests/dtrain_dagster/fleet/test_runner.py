@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from told_events import START, told, write_run
 
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.costs.money import USD
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
@@ -168,6 +170,21 @@ def test_a_fleet_of_an_older_version_has_the_fewest_nodes_that_its_jobs_might_ha
     path.write_text(json.dumps(document))
     [standing] = stage.records.standings()
     assert (standing.job.nodes, standing.job.node_seconds) == (2, pytest.approx(2 * (20.0 + 80.0 / 2)))
+
+
+def test_why_a_job_waits_follows_from_what_those_that_run_have_told(tmp_path: Path):
+    records, budget = FleetRecords(tmp_path, "small"), replace(LIMITS, budget_usd=10.0, usd_per_node_hour=3.6)
+    records.write_limits(budget, START)
+    runs = records.add(job_of(tmp_path, "runs", 8000.0), 0)
+    records.add(job_of(tmp_path, "wide", 200.0, nodes=2), 1)
+    records.keep(replace(runs, state=FleetState.RUNNING, nodes=1, grant_units=USD, launches=1, launched_at=START - 1.0))
+    watch = FleetWatch(records)
+    rundir = write_run(tmp_path / "storage" / "jobs", "runs", [])
+    for node in rundir.storage.list("nodes"):
+        rundir.storage.delete(f"nodes/{node}")
+    assert watch.view(START).jobs[1].why == "waits: the rest of the budget is needed by jobs ahead of it"
+    rundir.append_events(1, 0, 2, told(20))
+    assert watch.view(START + 30.0).jobs[1].why == "waits: it needs 2 nodes, and 1 is free"
 
 
 class _KilledError(BaseException):
