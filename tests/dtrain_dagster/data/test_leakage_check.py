@@ -4,11 +4,15 @@ import copy
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
+import dagster as dg
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from dtrain_dagster.assets.checks import check_leakage
+from dtrain_dagster.data import leakage_check
 from dtrain_dagster.data.leakage_check import (
     PENALTY,
     LeakageTrial,
@@ -20,6 +24,7 @@ from dtrain_dagster.data.leakage_check import (
     run_leakage_checks,
     shuffle_labels,
 )
+from dtrain_dagster.jobs.progress import code_version
 from tests.dtrain_dagster.data.price_files import Panel
 from tests.trainer.market import Market
 
@@ -123,3 +128,20 @@ def test_a_dataset_without_volatility_is_refused_in_a_sentence(panel: Panel, tmp
 def test_without_a_dataset_it_says_so(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dataset", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_plant_that_goes_unnoticed_is_a_warning_and_a_leak_an_error(market: Market, tmp_path: Path) -> None:
+    """Daily prices of a few months hardly tell a leak from chance: nobody is kept from training on them."""
+    leaking = copy.deepcopy(market)
+    leaking.features[:, 1] = np.nan_to_num(leaking.columns["target_return"])
+    found = []
+    for number, (shards, limit) in enumerate(((market, 1.0), (leaking, None))):
+        with pytest.MonkeyPatch.context() as patch:
+            if limit:
+                patch.setattr(leakage_check, "suspect_leak", lambda halves: None)
+            report = run_leakage_checks(shards)  # type: ignore[arg-type]
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / f"{code_version()}.json").write_text(json.dumps(report))
+        results = check_leakage(None, "", str(tmp_path / str(number)), dg.AssetKey("data"))  # type: ignore[arg-type]
+        found.append({item.check_name: (item.passed, item.severity) for item in results}["planted_leak_is_caught"])
+    assert found == [(False, dg.AssetCheckSeverity.WARN), (False, dg.AssetCheckSeverity.ERROR)]
