@@ -18,6 +18,7 @@ def faults(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_bound_pays_for_no_pages(tmp_path: Path) -> None:
     """Nothing can be faster than it only if it has all that the trainer has: here, its setting of malloc."""

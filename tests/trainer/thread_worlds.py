@@ -59,7 +59,9 @@ def thread_worlds(nodes: Sequence[int] = (0, 0)) -> Iterator[list[World]]:
     finally:
         for one in worlds:
             assert one.group is not None
-            one.group.fail("the test is over")
+            # One that has failed stays for a minute, and four threads of gloo look for work a hundred times a second.
+            if one.group.doing[0] != "nothing":
+                one.group.fail("the test is over")
             one.group.close()
 
 
