@@ -49,7 +49,7 @@ def test_of_two_racing_writers_the_fenced_out_never_wins(tmp_path: Path) -> None
 
 
 FREEZE = """
-import os, signal, sys, torch
+import signal, sys, threading, torch
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.rundir import RunDir
 folder, name, suffix = sys.argv[1:]
@@ -61,7 +61,7 @@ def hook(event, arguments):
     global armed
     if event == "open" and armed and name in str(arguments[0]) and str(arguments[0]).endswith(suffix):
         armed = False
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # of the process, another thread might take it later
 sys.addaudithook(hook)
 checkpoints.save({"model": torch.ones(9)}, 2, 1, is_best=True)
 checkpoints.wait()
