@@ -53,11 +53,14 @@ def test_a_value_of_another_version_is_refused_with_the_remedy(tmp_path: Path, s
         path = Path(instance.storage_directory(), "plan")
         path.parent.mkdir()
         path.write_bytes(stored)
-        context = dg.build_init_resource_context(instance=instance)
         key = dg.AssetKey("plan")
-        upstream = dg.build_output_context(asset_key=key)
-        read = dg.build_input_context(asset_key=key, upstream_output=upstream)
-        with read as where, pytest.raises(dg.Failure, match=r"another version \(.+\): materialize plan again"):
+        # Each of these enters an instance, which Dagster would else take for the present one after this test.
+        with (
+            dg.build_init_resource_context(instance=instance) as context,
+            dg.build_output_context(asset_key=key) as upstream,
+            dg.build_input_context(asset_key=key, upstream_output=upstream) as where,
+            pytest.raises(dg.Failure, match=r"another version \(.+\): materialize plan again"),
+        ):
             value_files.resource_fn(context).load_input(where)
 
 
