@@ -1,6 +1,6 @@
 """Notices to people about a job that they started: that it has ended, goes on in another launch, waits for nodes, or
-has nodes that are kept for them. Each is sent once for each launch, whoever sees first that it is due: the reaper of a
-supervisor, the process that follows a job on Azure, a later one that finds a supervisor dead.
+has nodes that are kept for them. Each is sent once for each launch, whoever sees first that it is due: a supervisor,
+the process that follows a job on Azure, a later one that finds a supervisor dead.
 
 A file that can be created only once claims a notice. A claim whose sender died is never repeated, since its message may
 have arrived. It is given back only where each address has refused the message, so that certainly nobody was told.

@@ -11,19 +11,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.notices import RETRIES, notice_addresses, tell
+from dtrain_dagster.clusters.notices import RETRIES, Wanted, notice_addresses, tell
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
 from dtrain_dagster.clusters.supervision.placer import Placer, say
-from dtrain_dagster.clusters.supervision.reaper import Reaper, run_under_reaper
-from dtrain_dagster.clusters.supervision.settle import has_ended, outlives_supervisor, settle_status, supervisor_mark
+from dtrain_dagster.clusters.supervision.settle import outlives_supervisor
 from dtrain_dagster.clusters.supervision.submit import options_file, read_options
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from dtrain_dagster.settings.cluster_kinds import cluster_key
@@ -48,23 +47,6 @@ def make_placer(launch: Mapping[str, Any], rundir: RunDir, secret: Path, clock: 
     return AgentPlacer(rundir, engine, secret, clock, HostRecord.of_cluster(secret.parent.parent, key))
 
 
-def supervise(rundir: RunDir, secret: Path, clock: SteadyClock, resumes: bool, reaper: Reaper) -> int:
-    """Run a supervisor's whole life, under its reaper, and return the exit code."""
-    try:
-        placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock)
-    except ClusterError as error:
-        say(str(error))
-        return UNUSABLE
-    supervisor = Supervisor(rundir, placer, clock, reaper)
-    try:
-        state = supervisor.run(resumes)
-    except Exception as error:
-        supervisor.abandon(error)
-        raise
-    say(json.dumps({"state": state}))
-    return 0
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the supervisor and return its exit code.
 
@@ -72,24 +54,27 @@ def main(arguments: Sequence[str]) -> int:
     secrets of launches. ``--resume`` at the end: go on with the nodes of a supervisor that died.
     """
     rundir, lock, secret = RunDir(arguments[0]), int(arguments[1]), Path(arguments[2])
-    launch = rundir.read_json(LAUNCH) or {}
     clock = begin_clock(rundir)
     raise_descriptor_limit()
+    try:
+        placer = make_placer(rundir.read_json(LAUNCH) or {}, rundir, secret, clock)
+    except ClusterError as error:
+        say(str(error))
+        return UNUSABLE
 
-    def afterwards() -> None:
-        if outlives_supervisor(launch) and not has_ended(rundir):
-            return  # its nodes go on, and whoever looks at the job next starts another supervisor
-        secret.unlink(missing_ok=True)
-        options_file(secret).unlink(missing_ok=True)
-        presences.close(rundir, clock.now())
-        settle_status(rundir, sweeps=False)
+    def announce(news: Wanted, launch: int) -> None:
+        """Have people told, on a thread: the nodes are watched meanwhile."""
+        threading.Thread(target=tell, args=(rundir, news, launch, RETRIES)).start()
 
-    work = partial(supervise, rundir, secret, clock, RESUME in arguments)
-    code = run_under_reaper(work, supervisor_mark(launch), afterwards, partial(tell, rundir, retries=RETRIES))
+    state = Supervisor(rundir, placer, clock, announce).run(RESUME in arguments)
+    say(json.dumps({"state": state}))
+    secret.unlink(missing_ok=True)
+    options_file(secret).unlink(missing_ok=True)
+    presences.close(rundir, clock.now())
     if notice_addresses():
         os.close(lock)  # the job may be started again while people are told
         tell(rundir, retries=RETRIES)
-    return code
+    return 0
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     engine = ProcessEngine(folder / "engine", rundir.uri, str(secret))
 
     placer = AgentPlacer(rundir, engine, secret, clock, HostRecord(folder / "hosts.jsonl"))
-    print(Supervisor(rundir, placer, clock).run("--resume" in arguments))
+    print(Supervisor(rundir, placer, clock, lambda *news: None).run("--resume" in arguments))
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dtrain_dagster.clusters import presence
 from harness.faults import preload
 from harness.faults.network import Network
 from harness.own_models import OWN_MODELS
@@ -53,14 +54,14 @@ class Preload:
         self.process.wait(60)
 
     def start(self, order: dict[str, Any]) -> int:
-        """Start a supervisor; the process id of its reaper."""
+        """Start a supervisor; its process id."""
         self._control.sendall(json.dumps(order).encode() + b"\n")
         while "pid" not in (answer := self._answer()):
             pass
         return answer["pid"]
 
     def has_ended(self, pid: int) -> bool:
-        """Has this reaper, and with it all that it watched, ended?"""
+        """Has this supervisor ended?"""
         while pid not in self._ended and select.select([self._control], [], [], 0)[0]:
             self._answer()
         return pid in self._ended
@@ -114,12 +115,13 @@ class Hosts:
         self.observed: list[ObservedIncarnation] = []
         self.launches = 0
         self.supervisor = 0
-        self._reaper: int | None = None
+        self._forked: int | None = None
 
     def start(self, faults: list[dict[str, Any]] | None = None) -> None:
         """Start the job, or go on with it, as a cluster does."""
         (self.run_dir / STATUS).unlink(missing_ok=True)
-        last = max((presence.launch for presence in self.rundir.nodes()), default=0)
+        presence.close(self.rundir)
+        last = max((node.launch for node in self.rundir.nodes()), default=0)
         launch = {
             "job_id": "job",
             "command": ["python", "-m", "trainer", "--config", str(self.run_dir / "job.json")],
@@ -144,7 +146,7 @@ class Hosts:
             "namespaces": network.namespaces if network else [],
             "addresses": [network.address(node) for node in range(self.nodes)] if network else [],
         }
-        self._reaper = self.preload.start(order)
+        self._forked = self.preload.start(order)
         self.launches += 1
 
     def look(self) -> None:
@@ -178,7 +180,7 @@ class Hosts:
     @property
     def running(self) -> bool:
         """Is there anything of the job?"""
-        return self._reaper is not None and not self.preload.has_ended(self._reaper)
+        return self._forked is not None and (not self.preload.has_ended(self._forked) or bool(self.left()))
 
     def newest(self, node: int) -> ObservedIncarnation | None:
         """The newest incarnation of a node, if it lives."""

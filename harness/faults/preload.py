@@ -1,6 +1,6 @@
 """A process that has imported what a node needs, and forks jobs from it: a node starts in milliseconds, not seconds.
 
-It forks supervisors (the real one, under its real reaper), and those fork their nodes instead of executing a command;
+It forks supervisors (the real one), and those fork their nodes instead of executing a command;
 all else is as on the local cluster. It never makes a thread or touches a tensor, so that forking is safe. Run as a
 program it takes jobs as lines of JSON on its standard input, a socket, and ends all it has started when that closes.
 """
@@ -85,11 +85,12 @@ def _children(pid: int) -> list[int]:
 
 
 def _supervise(order: Mapping[str, Any]) -> int:
-    """In a process of its own: the life of a supervisor and its reaper, as its `main` does it."""
+    """In a process of its own: the life of a supervisor, as its `main` does it."""
     from dtrain_dagster.clusters import presence
-    from dtrain_dagster.clusters.supervision.reaper import run_under_reaper
+    from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
+    from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
     from dtrain_dagster.support.job_lock import acquire
-    from trainer.rundir import LAUNCH, RunDir
+    from trainer.rundir import RunDir
 
     os.setsid()
     _redirect(order["log"])
@@ -97,28 +98,13 @@ def _supervise(order: Mapping[str, Any]) -> int:
     if acquire(rundir.storage.local_path()) is None:
         print("another supervisor has this job", flush=True)
         return 1
-    token = (rundir.read_json(LAUNCH) or {})["token"]
-    return run_under_reaper(
-        lambda reaper: _work(order, reaper), token, afterwards=lambda: presence.close(rundir, time.time())
-    )
-
-
-def _work(order: Mapping[str, Any], reaper: Any) -> int:
-    from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
-    from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
-    from trainer.rundir import RunDir
-
-    rundir = RunDir(order["run_dir"])
     clock = begin_clock(rundir)
     secret = Path(f"{order['run_dir']}-secrets/launch")
     placer = LocalPlacer(rundir, secret, clock, spawn=partial(_fork, order))
-    supervisor = Supervisor(rundir, placer, clock, reaper)
+    supervisor = Supervisor(rundir, placer, clock, lambda *news: None)
     _note(order, {"supervisor": os.getpid(), "time": time.time()})
-    try:
-        state = supervisor.run()
-    except Exception as error:
-        supervisor.abandon(error)
-        raise
+    state = supervisor.run()
+    presence.close(rundir, time.time())
     print(json.dumps({"state": state}), flush=True)
     return 0
 
@@ -197,7 +183,7 @@ def _be_node(
             from harness.faults import switch
 
             switch.enter(order["namespaces"][node])
-        os.closerange(3, 1024)  # the pipe's other end, the reaper's, the lock's
+        os.closerange(3, 1024)  # the pipe's other end, the lock's
         os.environ.clear()
         os.environ.update(environment)
         arguments = list(command[list(command).index("trainer") + 1 :])

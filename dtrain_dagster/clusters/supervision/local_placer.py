@@ -3,16 +3,18 @@ own. Which processes belong to one is in `trainer.node`."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
-from dtrain_dagster.clusters.supervision.reaper import reap_orphans
 from trainer.comm.launch_secret import write_launch_secret
 from trainer.documents.presences import NodePresence
 from trainer.node.environment import Seat, choose_port
@@ -21,6 +23,9 @@ from trainer.node.node_processes import NodeProcesses, Spawn, header_of, make_no
 from trainer.node.processes import descendants, kill_all, marked
 from trainer.rundir import LOGS, RunDir
 from trainer.runtime.clock import SteadyClock
+
+_PR_SET_CHILD_SUBREAPER = 36
+_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class LocalPlacer(Placer):
@@ -37,14 +42,16 @@ class LocalPlacer(Placer):
     ) -> None:
         super().__init__(rundir, secret, clock)
         self.spawn = spawn
-        self.parent = os.getppid()
         self.port = 0
         self.beat = 0.0
         self.nodes: dict[int, tuple[NodeProcesses, NodePresence]] = {}
         """The newest incarnation of each node of this launch."""
 
     def begin_launch(self, launch: Mapping[str, Any]) -> None:
-        """Choose the port of rank 0, and write a new secret."""
+        """Choose the port of rank 0, and write a new secret. From here on orphans of the nodes' processes, such as
+        daemons, become children of this process, so that they can be found, and ended, with the job."""
+        if _libc:
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.launch, self.nodes = launch, {}
         self.port = choose_port(launch["master_port"])
         write_launch_secret(self.secret)
@@ -63,7 +70,7 @@ class LocalPlacer(Placer):
         """Pass on what the processes have printed, refresh the presences now and then, and see what has ended."""
         if beat := time.monotonic() - self.beat > presences.HEARTBEAT_SECONDS:
             self.beat = time.monotonic()
-            reap_orphans({process.pid for node, _ in self.nodes.values() for _, process in node.processes})
+            _reap_orphans({process.pid for node, _ in self.nodes.values() for _, process in node.processes})
         for node_id, (node, _) in self.nodes.items():
             if not node.gone:
                 node.log.pump()
@@ -93,17 +100,24 @@ class LocalPlacer(Placer):
             kill_all(self._strays, seconds)
 
     def _strays(self) -> set[int]:
-        """Return the processes that descend from this job's, in no node's group and without its mark."""
-        above = {self.parent} if os.getppid() == self.parent else set()
+        """Return the processes that the nodes of this job have left: by its mark, and by descent."""
         token = self.launch["token"]
-        found = marked(token).union(*(descendants(pid, token) for pid in (os.getpid(), *above)))
-        return found - {os.getpid(), *above}
+        return (marked(token) | descendants(os.getpid(), token)) - {os.getpid()}
 
     def _write_presence(self, node_id: int, **changes: Any) -> None:
         node, presence = self.nodes[node_id]
         presence = replace(presence, clock_jump_seconds=self.clock.jump(), **changes)
         self.nodes[node_id] = node, presence
         self.write_presence(presence)
+
+
+def _reap_orphans(own: Container[int]) -> None:
+    """Reap adopted orphans that have ended; the ends of the ``own`` processes are left to who started them."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return  # it hides the others until it is looked at, which is soon
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _placed(node: NodeProcesses, presence: NodePresence) -> PlacedNode:

@@ -33,7 +33,7 @@ from trainer.node.processes import (
 from trainer.rundir import LAUNCH, LOGS, STATUS, RunDir
 
 SWEEP_SECONDS = 10.0
-"""Seconds that processes may take to die whose supervisor and reaper were both killed."""
+"""Seconds that processes may take to die whose supervisor was killed."""
 POLL_SECONDS = 0.02
 FORCE_SECONDS = 15.0
 """Seconds beyond its grace that a supervisor may take to end a job before it is killed itself."""
@@ -77,14 +77,13 @@ def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
     return lock
 
 
-def settle_status(rundir: RunDir, sweeps: bool = True) -> dict[str, Any] | None:
+def settle_status(rundir: RunDir) -> dict[str, Any] | None:
     """Return ``status.json``, for the holder of the job's lock. If the last supervisor died, write the end that it
-    could not. ``sweeps``: end what it left, and tell people, as its reaper does unless that died too."""
+    could not, end what it left, and tell people."""
     status = rundir.read_json(STATUS)
     if status is None or JobState(status["state"]).is_final:
         return status
-    if sweeps:
-        sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())
+    sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())
     left = presences.find_latest_presences(rundir.nodes())
     ended_at = max(map(presences.end_of, left), default=status["started_at"])
     said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)
@@ -96,8 +95,7 @@ def settle_status(rundir: RunDir, sweeps: bool = True) -> dict[str, Any] | None:
     except OSError as error:  # likely what the supervisor died of
         status["message"] += f"\n{rundir.uri} cannot be written ({error.strerror or error}): make room there"
     else:
-        if sweeps:
-            tell(rundir)
+        tell(rundir)
     return status
 
 
@@ -132,7 +130,7 @@ def end_supervised(rundir: RunDir, patience_seconds: float, revive: Revive | Non
     asked_at = time.monotonic()
     while is_held(folder):
         waited = time.monotonic() - asked_at
-        late = waited > grace + FORCE_SECONDS  # its reaper then kills what it leaves
+        late = waited > grace + FORCE_SECONDS
         signal_supervisor(rundir, signal.SIGKILL if late else signal.SIGTERM)
         if waited > patience_seconds:
             return False
@@ -170,7 +168,7 @@ def signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
 
 
 def is_supervisor(pid: int, folder: Path) -> bool:
-    """Return whether this process is a supervisor of this run directory, or its reaper. Its command line says so, and
+    """Return whether this process is a supervisor of this run directory. Its command line says so, and
     it has the lock open, which none of its children inherits."""
     command = command_of(pid)
     return (
@@ -186,7 +184,7 @@ def supervisor_of(folder: Path, said: object) -> int | None:
     if isinstance(said, int) and is_supervisor(said, folder):
         return said
     found = {pid for pid in psutil.pids() if is_supervisor(pid, folder)}
-    return next((pid for pid in sorted(found) if parent_of(pid) in found), None)  # above it is its reaper
+    return next((pid for pid in found if parent_of(pid) not in found), None)  # else it is just becoming a node
 
 
 def _digest(folder: Path) -> str:

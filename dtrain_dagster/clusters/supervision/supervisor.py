@@ -1,7 +1,6 @@
 """The supervisor of one job: it starts, watches, replaces and ends nodes through a `Placer`, and records the status.
 
-It is one plain process with one
-thread and imports nothing heavy, so it starts in a moment at no cost. Its entry is `dtrain_dagster.clusters.supervise`.
+It is one plain process that imports nothing heavy. Its entry is `dtrain_dagster.clusters.supervise`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,11 +25,10 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.notices import WAIT_SECONDS, describe_kept
+from dtrain_dagster.clusters.notices import WAIT_SECONDS, Wanted, describe_kept
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
-from dtrain_dagster.clusters.supervision.reaper import Reaper
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
@@ -47,12 +46,15 @@ KILL_SECONDS = 5.0
 class Supervisor:
     """The supervisor of one job: it decides when its nodes are started, replaced and ended."""
 
-    def __init__(self, rundir: RunDir, placer: Placer, clock: SteadyClock, reaper: Reaper | None = None) -> None:
+    def __init__(
+        self, rundir: RunDir, placer: Placer, clock: SteadyClock, announce: Callable[[Wanted, int], object]
+    ) -> None:
+        """``announce``: has people told this of a launch, and returns at once."""
         self.cancelled = False
         signal.signal(signal.SIGTERM, self._on_cancel)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored is inherited, and loses all exit codes
-        self.rundir, self.placer, self.clock, self.reaper = rundir, placer, clock, reaper
+        self.rundir, self.placer, self.clock, self.announce = rundir, placer, clock, announce
         self.launch: dict[str, Any] = rundir.read_json(LAUNCH) or {}
         self.started_at = clock.now()
         self.peer_grace, self.stop_grace = PEER_GRACE[1], STOP_GRACE[1]
@@ -72,7 +74,15 @@ class Supervisor:
 
     def run(self, resumes: bool = False) -> JobState:
         """Run the job from start to end, or from where an earlier supervisor left it (``resumes``), and return its
-        final state, which ``status.json`` holds as well."""
+        final state, which ``status.json`` holds as well. After a fault of the supervisor itself everything is ended."""
+        try:
+            return self._run(resumes)
+        except Exception as error:
+            traceback.print_exc()
+            self._end_nodes(0.0)
+            return self._finish(JobState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}", 1)
+
+    def _run(self, resumes: bool) -> JobState:
         try:
             self.peer_grace, self.stop_grace = self._duration(*PEER_GRACE), self._duration(*STOP_GRACE)
             if resumes:
@@ -100,18 +110,13 @@ class Supervisor:
             return self._give_up(decision.reason, ends)
         return self._finish(JobState.SUCCEEDED, "", 0)
 
-    def abandon(self, error: BaseException) -> None:
-        """End everything after a fault of the supervisor itself."""
-        self._end_nodes(0.0)
-        self._finish(JobState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}", 1)
-
     def _duration(self, name: str, default: float) -> float:
         return read_duration(name, default, self.launch["env"], os.environ)
 
     def _start_nodes(self) -> None:
         self.placer.begin_launch(self.launch)
-        if self.launch["launch"] > 1 and self.reaper:
-            self.reaper.announce("goes_on", self.launch["launch"])
+        if self.launch["launch"] > 1:
+            self.announce("goes_on", self.launch["launch"])
         for node_id in range(self.launch["node_count"]):
             self.placer.start(node_id, 1)
         self.nodes = self.placer.look()
@@ -172,8 +177,7 @@ class Supervisor:
         self._write_status(JobState.RUNNING, message)
         for line in describe_kept(self.kept):
             say(line)
-        if self.reaper:
-            self.reaper.announce("kept", self.launch["launch"])
+        self.announce("kept", self.launch["launch"])
         while any(node.state == "kept" for node in self.nodes.values()) and not self.cancelled:
             self._pause()
             self.nodes = self.placer.look()
@@ -235,10 +239,10 @@ class Supervisor:
             self._said = waiting
             self._write_status(self._state(), waiting)
         launch = self.launch["launch"]
-        if waiting and self.reaper and launch != self._told_of_wait and self._waits_long():
+        if waiting and launch != self._told_of_wait and self._waits_long():
             self._told_of_wait = launch
             self._write_status(self._state(), waiting)  # with how long it has been: the notice repeats it
-            self.reaper.announce("waits", launch)
+            self.announce("waits", launch)
 
     def _waits_long(self) -> bool:
         since = [node.queued_at for node in self.nodes.values() if node.state == "pending" and node.queued_at]
@@ -346,6 +350,6 @@ def describe_waiting(nodes: Iterable[PlacedNode], now: float) -> str:
 
 
 def begin_clock(rundir: RunDir) -> SteadyClock:
-    """Return the clock of a supervisor, of its reaper and of all their children. It starts from the newest time that
+    """Return the clock of a supervisor and of all its children. It starts from the newest time that
     this run directory has recorded: a clock that was set back in between must not make a node present twice at once."""
     return SteadyClock.begin(not_before=max(map(presences.end_of, rundir.nodes()), default=0.0))

@@ -130,7 +130,7 @@ def test_a_disk_that_fills_up_is_named_and_ends_in_an_error(shell: Shell):
         "    time.sleep(0.05)\n"
         "if os.environ['RANK'] == '0':\n"  # from now on no file of these may grow, as on a full disk
         "    supervisor = psutil.Process(os.getppid())\n"
-        "    for process in (supervisor, *supervisor.parents()[:2]):\n"  # its reaper and the submitter
+        "    for process in (supervisor, supervisor.parent()):\n"  # and the submitter
         "        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))\n"
     )
     said = shell("launch", "--name", "full", "fill.py", code=1)

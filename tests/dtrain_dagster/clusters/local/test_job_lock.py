@@ -45,7 +45,7 @@ def test_a_command_line_alone_makes_no_supervisor(tmp_path: Path):
             assert holder.poll() is None
             time.sleep(0.01)
         assert not is_supervisor(pretender.pid, tmp_path)
-        assert supervisor_of(tmp_path, pretender.pid) is None
+        assert supervisor_of(tmp_path, pretender.pid) == holder.pid
     os.close(lock)
 
 

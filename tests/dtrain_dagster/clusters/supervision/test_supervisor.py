@@ -88,8 +88,7 @@ class Job:
         self.news: list[tuple[str, int]] = []
         clock = SteadyClock.begin()
         self.placer = Scripted(self.rundir, clock, look)
-        reaper: Any = SimpleNamespace(announce=lambda news, launch: self.news.append((news, launch)))
-        self.supervisor = Supervisor(self.rundir, self.placer, clock, reaper)
+        self.supervisor = Supervisor(self.rundir, self.placer, clock, lambda *news: self.news.append(news))
 
     def run(self) -> dict[str, Any]:
         state = self.supervisor.run()
