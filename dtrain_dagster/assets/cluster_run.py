@@ -1,7 +1,7 @@
 """A Dagster run that works on its graph's cluster: whether spending allows it, whether there are nodes (else it gets a
 place in the queue), what people are told, and what becomes of its job where the run is ended.
 
-What is a ceiling, and what it refuses, is decided in `dtrain_dagster.costs.ceilings`; how a queue is kept, in
+What the ceiling refuses is decided in `dtrain_dagster.costs.ceilings`; how a queue is kept, in
 `dtrain_dagster.automation.capacity_queue`.
 """
 
@@ -30,9 +30,9 @@ from dtrain_dagster.automation.retraining import CAUSE_TAG
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager, NoCapacityError
 from dtrain_dagster.clusters.notices import was_told
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
-from dtrain_dagster.costs.ceilings import CeilingError, describe_stand
+from dtrain_dagster.costs.ceilings import CeilingError, Stand
 from dtrain_dagster.jobs.progress import JOB_TAG
-from dtrain_dagster.jobs.spending import Judged, SpendingBook, Wanted
+from dtrain_dagster.jobs.spending import SpendingBook, Wanted
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.notify import notify_and_log
@@ -61,18 +61,18 @@ class ClusterRun:
     # Spending
 
     def refuse_excess(self, wanted: Wanted) -> None:
-        """Raise `dagster.Failure`, and tell people, where a start would exceed a ceiling, or that cannot be told."""
+        """Raise `dagster.Failure`, and tell people, where a start would exceed the ceiling, or that cannot be told."""
         with self._telling_refusals():
-            judged = self._book().judge(wanted)
-            self._log_stands(judged)
-            if refusal := judged.refusal:
+            stand = self._book().judge(wanted)
+            self._log_stand(stand)
+            if stand is not None and (refusal := stand.refusal):
                 raise CeilingError(refusal)
 
     @contextmanager
     def promising(self, wanted: Wanted) -> Iterator[None]:
         """Promise what a start may cost for as long as the block needs to launch it. Raise as `refuse_excess`."""
-        with self._telling_refusals(), self._book().promised(wanted) as judged:
-            self._log_stands(judged)
+        with self._telling_refusals(), self._book().promised(wanted) as stand:
+            self._log_stand(stand)
             yield
 
     def refuse_plan(self, nodes: str, said: str, would_fit: Sequence[str] = ()) -> dg.Failure:
@@ -91,9 +91,9 @@ class ClusterRun:
     def _book(self) -> SpendingBook:
         return SpendingBook(Path(self.project.home), self.project.jobs_uri, self.cluster.first_tier)
 
-    def _log_stands(self, judged: Judged) -> None:
-        for stand in judged.stands:
-            self.context.log.info(f"ceiling: {describe_stand(stand, judged.month)}")
+    def _log_stand(self, stand: Stand | None) -> None:
+        if stand is not None:
+            self.context.log.info(f"ceiling: {stand.text}")
 
     @contextmanager
     def _telling_refusals(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class ClusterRun:
             yield
         except CeilingError as error:
             text = f"nothing is started: {error}"
-            self.tell("a job would exceed a ceiling on spending", text)
+            self.tell("a job would exceed the ceiling on spending", text)
             raise dg.Failure(text, metadata={"objection": str(error)}, allow_retries=False) from None
 
     # Capacity

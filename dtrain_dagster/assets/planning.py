@@ -128,12 +128,6 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     if said := sure_objection(past, planned, limits):
         would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
         raise run.refuse_plan(nodes_of(planned), said, would_fit)
-
-    def refuse_ceilings(usd: float) -> None:
-        hourly = planned.node_count * planned.price.usd_per_hour(planned.tier)
-        run.refuse_excess(Wanted(f"the training {planned.fingerprint}", usd, hourly))
-
-    refuse_ceilings(0.0)  # before a probe, which costs money as well
     if past is not None and knows(past, count):
         pace = Pace(planned=planned, forecast=past)
     else:
@@ -145,7 +139,7 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
     if said := explain_excess(estimate, limits):
         raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
-    refuse_ceilings(min(estimate.usd.expected, config.stop_at_usd or math.inf))
+    run.refuse_excess(wanted_of(planned, min(estimate.usd.expected, config.stop_at_usd or math.inf)))
     if cheaper := table.cheaper_than(estimate.usd.expected):
         log.info(f"cheaper would be {in_words(cheaper)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
@@ -161,6 +155,11 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
         data_version=dg.DataVersion(plan.fingerprint),
         metadata=fit_page(plan_page(run, plan, table, forecast, pace)),
     )
+
+
+def wanted_of(planned: PlannedJob, usd: float) -> Wanted:
+    """Return a planned training, or its probe, as a start that may cost so many dollars."""
+    return Wanted(f"the training {planned.fingerprint}", usd)
 
 
 def nodes_of(planned: PlannedJob) -> str:
@@ -221,6 +220,7 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
         )
         if said := explain_dear_probe(expected, limits, config.stop_at_usd):
             raise run.refuse_plan(nodes_of(planned), said)
+    run.refuse_excess(wanted_of(planned, expected.usd.expected if expected else 0.0))
     got = run.provision(cluster.sku, count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before

@@ -139,8 +139,7 @@ def search_space(
     with refusing_mistakes():
         search = open_search(Path(project.home), request, run.manager, env, lambda: Measured(expected), log)
         log(f"search {request.name}: {'; '.join(search.plan.lines)}")
-        hourly = request.at_once * request.usd_per_node_hour
-        with run.promising(Wanted(request.name, search.budget_usd, hourly, is_group=True)):
+        with run.promising(Wanted(request.name, search.budget_usd, is_group=True)):
             if not project.tracks_in_workspace:
                 uri, settings = project.tracking_uri, request.settings
                 tracker = SearchTracker(uri, project.experiment, request.name, settings.metric, settings.sign)

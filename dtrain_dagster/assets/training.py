@@ -34,7 +34,7 @@ from dtrain_dagster.jobs.progress import (
 )
 from dtrain_dagster.jobs.spending import Wanted, note_attached
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
-from dtrain_dagster.planning.build_plan import explain_on_other_nodes
+from dtrain_dagster.planning.build_plan import Limits, estimate_on, explain_excess
 from dtrain_dagster.planning.evidence import take_charges
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, cluster_resource, project_resource
@@ -164,8 +164,8 @@ def start_planned(run: ClusterRun, plan: TrainingPlan, job: JobConfig, got: Clus
 def wanted_by_plan(plan: TrainingPlan, got: ClusterConfig, job_id: str) -> Wanted:
     """Return the start of a plan on the nodes that were got. It may cost what is expected, or less where it stops at a
     number of dollars."""
-    hourly = plan.node_count * price_of(got.gpu_type).usd_per_hour(tier_of(got.tier or plan.tier))
-    return Wanted(job_id, min(plan.estimate.usd.expected, plan.stop_at_usd or math.inf), hourly)
+    estimate = estimate_on(plan, price_of(got.gpu_type), tier_of(got.tier or plan.tier))
+    return Wanted(job_id, min(estimate.usd.expected, plan.stop_at_usd or math.inf))
 
 
 def of_plan(cluster: GPUClusterResource, plan: TrainingPlan) -> GPUClusterResource:
@@ -184,7 +184,8 @@ def refuse_dearer_nodes(run: ClusterRun, plan: TrainingPlan, got: ClusterConfig)
         return
     told = f"planned on {plan.sku} ({plan.tier}), got {price.sku} ({tier})"
     run.context.log.warning(f"{told}: prices differ; see cost_breakdown")
-    if said := explain_on_other_nodes(plan, price, tier):
+    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
+    if said := explain_excess(estimate_on(plan, price, tier), limits):
         raise run.refuse_plan(f"{plan.node_count} x {price.sku} ({tier})", f"{said} ({told})")
 
 

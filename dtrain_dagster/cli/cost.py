@@ -91,8 +91,8 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
     in DTRAIN_HOME/prices.json, and are used from then on if they are newer than those of the package. If something goes
     wrong, or a price cannot be true, nothing is changed. Delete the file to go back to the prices of the package.
 
-    `dtrain cost ceilings` shows and sets what all jobs of this home may cost. Whatever starts a job then refuses one
-    that would exceed a ceiling, by what was spent and what is promised to running jobs. Nothing that runs is ended.
+    `dtrain cost ceilings` shows and sets what all jobs of this home may cost in a month. Whatever starts a job then
+    refuses one that would exceed it, by what was spent and is promised to running jobs. Nothing that runs is ended.
 
     \b
     Examples:
@@ -102,7 +102,7 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
       dtrain cost --sku Standard_NC24ads_A100_v4
       dtrain cost --region westus2 --region centralus
       dtrain cost --refresh
-      dtrain cost ceilings --per-month 500 --per-hour 20
+      dtrain cost ceilings --per-month 500
       dtrain cost ceilings --none
     """
     own = OF_CEILINGS if name == WORD else OF_JOBS if name else OF_PRICES
@@ -114,7 +114,7 @@ def cost(name: str | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError(f"{option.opts[0]} {why}", click.get_current_context())
     settings = read_settings()
     if name == WORD:
-        ceilings_command(settings, as_json, options.pop("lifts"), options)
+        ceilings_command(settings, as_json, **options)
         return
     if name is None:
         (_refresh if options.pop("refresh") else _show_prices)(settings, as_json, **options)

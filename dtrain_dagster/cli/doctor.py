@@ -172,13 +172,12 @@ def show_dry_run(
     wanted: Wanted,
     job: JobConfig | None = None,
 ) -> None:
-    """Print how the ceilings would stand, what the doctor sees, and each request of a start; then end the command, with
-    the code of a refusal where the start would be refused. ``sku``: of the nodes that are asked for first."""
+    """Print how much of the ceiling is used, what the doctor sees, and each request of a start; then end the command,
+    with the code of a refusal where the start would be refused. ``sku``: of the nodes that are asked for first."""
     problems = []
-    judged = book_of(settings).judge(wanted)
-    say(*ceiling_lines(judged, wanted), err=True)
-    if refusal := judged.refusal:
-        problems.append(refusal)
+    if stand := book_of(settings).judge(wanted):
+        say(*ceiling_lines(stand, wanted), err=True)
+        problems += [stand.refusal] if stand.refusal else []
     for check in examine(settings.model_copy(update={"nodes": spec.node_count}), writes=False):
         say(f"{check.verdict}: {check.check}: {check.seen}" + (f" → {check.remedy}" if check.remedy else ""), err=True)
         if check.verdict == "missing":

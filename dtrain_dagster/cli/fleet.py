@@ -96,8 +96,7 @@ def fleet(file: str, check: bool) -> None:
     expected = jobs_of(wanted, settings, limits, began_at)
     given = {standing.job_id: standing.job for standing in records.standings()}
     tell_what_is_asked(expected, given, limits)
-    hourly = limits.nodes * limits.usd_per_node_hour
-    start = Wanted(name=wanted.name, usd=limits.budget_usd, usd_per_hour=hourly, is_group=True)
+    start = Wanted(wanted.name, limits.budget_usd, is_group=True)
     if check:
         tell_ceilings(settings, start)
         return

@@ -221,8 +221,7 @@ def _search(
     tracker = None
     if tracking.mlflow_tracking_uri is not None and not only_plan:
         tracker = _open_tracker(tracking, search_name, wanted)  # before anything is bought
-    hourly = request.at_once * request.usd_per_node_hour
-    start = Wanted(name=search_name, usd=budget, usd_per_hour=hourly, is_group=True)
+    start = Wanted(search_name, budget, is_group=True)
     with promising(settings, start):
         say_what_was_got(manager.provision_cluster(nodes_per_trial, cluster.sku), cluster.sku)
         env = cluster.node_env(project)

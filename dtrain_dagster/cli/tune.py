@@ -100,7 +100,7 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
     job = with_reachable_data(job, settings)
     ensure_importable()
     hourly = expect_nodes(settings, node_count).usd_per_hour
-    with promising(settings, Wanted(name=job_id, usd=hourly * seconds / 3600, usd_per_hour=hourly)):
+    with promising(settings, Wanted(job_id, hourly * seconds / 3600)):
         say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
         rundir.write_job(job)
         spec = JobSpec(

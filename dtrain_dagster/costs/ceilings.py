@@ -1,19 +1,19 @@
-"""Ceilings on what a home may spend: dollars per hour, and per calendar month (UTC).
+"""The ceiling on what all jobs of a home may cost in a calendar month (UTC).
 
-They are in ``ceilings.json`` of the home. A start that would exceed one is refused; nothing that runs is ended. What
-has been spent and promised is gathered in `dtrain_dagster.jobs.spending`; what follows from it is decided here. Pure
-but for the file. Amounts are in the units of `dtrain_dagster.costs.money`.
+It is in ``ceilings.json`` of the home. A start is refused where what was spent this month, what running jobs were
+promised and what the start may cost exceed it; nothing that runs is ended. What was spent and promised is gathered in
+`dtrain_dagster.jobs.spending`; what follows from it is decided here. Pure but for the file. Amounts are in the units of
+`dtrain_dagster.costs.money`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Literal
 
 from dtrain_dagster.costs.money import USD, usd
 from dtrain_dagster.support.formatting import dollars
@@ -23,33 +23,17 @@ from trainer.errors import DamagedError
 from trainer.storage.open import open_storage
 
 CEILINGS = "ceilings.json"
+PER_MONTH = "per_month"
+"""The one field of `CEILINGS`."""
 COMMAND = "dtrain cost ceilings"
 MOST_DOLLARS = 10**9
 MOST_NAMED = 5
-Kind = Literal["per_hour", "per_month"]
-KINDS: Mapping[Kind, str] = {"per_hour": "per hour", "per_month": "per month"}
-"""Field of `Ceilings` → its name for people."""
-_REMEDY = f"lift all ceilings by {COMMAND} --none, and set --per-month AMOUNT or --per-hour AMOUNT"
-_AMOUNT = optional(matching(r"\d{1,10}(\.\d{1,9})?"))
-_SCHEMA = record(**dict.fromkeys(KINDS, _AMOUNT))
+_REMEDY = f"set it again by {COMMAND} --per-month AMOUNT, or lift it by --none"
+_SCHEMA = record(**{PER_MONTH: optional(matching(r"\d{1,10}(\.\d{1,9})?"))})
 
 
 class CeilingError(ValueError):
-    """A ceiling refuses a start, or cannot be told. The message says which, and the remedy."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ceilings:
-    """The ceilings of a home in US dollars; None: no such ceiling."""
-
-    per_hour: Decimal | None = None
-    per_month: Decimal | None = None
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, kind) is not None for kind in KINDS)
-
-    def limits(self) -> dict[Kind, int]:
-        return {kind: int(value * USD) for kind in KINDS if (value := getattr(self, kind)) is not None}
+    """The ceiling refuses a start, or cannot be told. The message says which, and the remedy."""
 
 
 def read_dollars(text: str) -> Decimal:
@@ -65,31 +49,30 @@ def read_dollars(text: str) -> Decimal:
     return amount
 
 
-def read_ceilings(home: Path) -> Ceilings:
-    """Return the ceilings of a home. Raise `CeilingError` where they cannot be read: one that is not known is not
-    held."""
+def read_ceiling(home: Path) -> Decimal | None:
+    """Return the US dollars that a home may spend in a month; None without a ceiling. Raise `CeilingError` where that
+    cannot be read, or is of another kind: a ceiling that is not known is not held."""
     try:
         found = read_document(open_storage(str(home)), CEILINGS, _SCHEMA, MARK_BYTES) or {}
     except (DamagedError, OSError) as error:
         raise CeilingError(
-            f"the ceilings on spending cannot be read, so nothing is started: {error}; {_REMEDY}"
+            f"the ceiling on spending cannot be read, so nothing is started: {error}; {_REMEDY}"
         ) from None
-    if unknown := found.keys() - KINDS.keys():
+    if unknown := found.keys() - {PER_MONTH}:
         raise CeilingError(
             f"{CEILINGS} has {', '.join(sorted(unknown))}, which this version does not hold, so nothing is started: "
             f"{_REMEDY}"
         )
-    return Ceilings(**{kind: None if found.get(kind) is None else Decimal(found[kind]) for kind in KINDS})
+    return None if found.get(PER_MONTH) is None else Decimal(found[PER_MONTH])
 
 
-def write_ceilings(home: Path, ceilings: Ceilings) -> None:
-    """Write the ceilings of a home as a whole; without one, remove the file."""
+def write_ceiling(home: Path, per_month: Decimal | None) -> None:
+    """Write the ceiling of a home in US dollars; None: remove it."""
     storage = open_storage(str(home))
-    document = {kind: f"{value:f}" for kind in KINDS if (value := getattr(ceilings, kind)) is not None}
-    if document:
-        storage.write(CEILINGS, json.dumps(document, indent=2).encode())
-    else:
+    if per_month is None:
         storage.delete(CEILINGS)
+    else:
+        storage.write(CEILINGS, json.dumps({PER_MONTH: f"{per_month:f}"}).encode())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +83,6 @@ class Spending:
     month_units: int = 0
     promised_units: int = 0
     """What it may still cost: what is left of its estimate or its hard budget; 0 once it has ended."""
-    hourly_units: int = 0
-    """What its nodes cost in an hour; 0 once it has ended."""
     unknown: str = ""
     """Why its cost is not known; then it counts as nothing, and is named."""
 
@@ -112,94 +93,74 @@ class Spending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stand:
-    """How much of one ceiling is used. In units."""
+    """How much of the ceiling is used. Amounts are in units."""
 
-    kind: Kind
-    limit: int
-    spent: int = 0
-    """Paid in the month; of the ceiling per hour, what runs costs in an hour."""
-    promised: int = 0
+    per_month: Decimal
+    """The ceiling, in US dollars."""
+    month: str
+    """The month, such as 2026-11."""
+    spending: tuple[Spending, ...] = ()
     wanted: int = 0
-    by: tuple[tuple[str, int], ...] = ()
-    """The jobs that cost the most, and how much."""
+    """What a start adds."""
+
+    @property
+    def limit(self) -> int:
+        return int(self.per_month * USD)
+
+    @property
+    def spent(self) -> int:
+        return sum(item.month_units for item in self.spending)
+
+    @property
+    def promised(self) -> int:
+        return sum(item.promised_units for item in self.spending)
 
     @property
     def total(self) -> int:
         return self.spent + self.promised + self.wanted
 
     @property
-    def share(self) -> float:
-        return self.total / self.limit
+    def by(self) -> dict[str, int]:
+        """Return the jobs that cost the most, and how much."""
+        ordered = sorted(self.spending, key=lambda item: (-item.units, item.name))
+        return {item.name: item.units for item in ordered[:MOST_NAMED] if item.units}
 
     @property
-    def is_exceeded(self) -> bool:
-        return self.total > self.limit
-
-    @property
-    def title(self) -> str:
-        return KINDS[self.kind]
-
-
-def stands_of(ceilings: Ceilings, spending: Sequence[Spending], wanted: Spending | None = None) -> list[Stand]:
-    """Return how much of each ceiling is used, with a ``wanted`` start, or without one. A job of the name of the wanted
-    one is continued by it: its promise is replaced, and not added. Pure."""
-    if wanted is not None:
-        spending = [
-            replace(item, promised_units=0, hourly_units=0) if item.name == wanted.name else item for item in spending
-        ]
-    found = list[Stand]()
-    for kind, limit in ceilings.limits().items():
-        is_hourly = kind == "per_hour"
-        used = {item.name: item.hourly_units if is_hourly else item.units for item in spending}
-        ordered = sorted(used.items(), key=lambda item: (-item[1], item[0]))
-        found.append(
-            Stand(
-                kind=kind,
-                limit=limit,
-                spent=sum(item.hourly_units if is_hourly else item.month_units for item in spending),
-                promised=0 if is_hourly else sum(item.promised_units for item in spending),
-                wanted=0 if wanted is None else wanted.hourly_units if is_hourly else wanted.units,
-                by=tuple(item for item in ordered if item[1])[:MOST_NAMED],
-            )
+    def text(self) -> str:
+        """Return how much is used, in a sentence without its end."""
+        wanted = f", and this start adds {dollars(usd(self.wanted))}" if self.wanted else ""
+        return (
+            f"{dollars(usd(self.limit))} per month: {dollars(usd(self.spent))} spent in {self.month}, "
+            f"{dollars(usd(self.promised))} promised to running jobs{wanted}"
         )
-    return found
+
+    @property
+    def most(self) -> str:
+        """Return the jobs that cost the most in words: ``; most by a $3.00``; "" where none does."""
+        users = ", ".join(f"{name} {dollars(usd(units))}" for name, units in self.by.items())
+        return f"; most by {users}" if users else ""
+
+    @property
+    def not_counted(self) -> list[str]:
+        """Return a sentence for each job whose cost is not known, and does not count."""
+        return [f"not counted is {item.name}: {item.unknown}" for item in self.spending if item.unknown]
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why the start is refused, and the remedy; None where it fits."""
+        if self.total <= self.limit:
+            return None
+        remedy = f"start something smaller, wait for next month, or raise it: {COMMAND} --per-month AMOUNT"
+        return "; ".join([f"the ceiling of {self.text}{self.most}", *self.not_counted, remedy])
 
 
-def describe_stand(stand: Stand, month: str) -> str:
-    """Return how much of a ceiling is used, in a sentence without its end. ``month``: such as 2026-11. Pure."""
-    wanted = f", and this start adds {dollars(usd(stand.wanted))}" if stand.wanted else ""
-    head = f"{dollars(usd(stand.limit))} {stand.title}"
-    if stand.kind == "per_hour":
-        return f"{head}: running jobs cost {dollars(usd(stand.spent))} an hour{wanted}"
-    return (
-        f"{head}: {dollars(usd(stand.spent))} spent in {month}, {dollars(usd(stand.promised))} promised to running "
-        f"jobs{wanted}"
-    )
-
-
-def describe_most(stand: Stand) -> str:
-    """Return the jobs that cost the most, and how much; "" where none does. Pure."""
-    return ", ".join(f"{name} {dollars(usd(units))}" for name, units in stand.by)
-
-
-def explain_excess(stands: Sequence[Stand], spending: Sequence[Spending], month: str) -> str | None:
-    """Return which ceilings a start exceeds, by which jobs, and the remedy; None where it exceeds none. Pure."""
-    over = [stand for stand in stands if stand.is_exceeded]
-    if not over:
-        return None
-    lines = []
-    for stand in over:
-        users = describe_most(stand)
-        lines.append(f"the ceiling of {describe_stand(stand, month)}" + (f"; most by {users}" if users else ""))
-    options = " ".join(f"--{stand.kind.replace('_', '-')} AMOUNT" for stand in over)
-    wait = "wait until a job has ended" if all(stand.kind == "per_hour" for stand in over) else "wait for next month"
-    remedy = f"start something smaller, {wait}, or raise it: {COMMAND} {options}"
-    return "; ".join([*lines, *explain_unknown(spending), remedy])
-
-
-def explain_unknown(spending: Sequence[Spending]) -> list[str]:
-    """Return a sentence for each job whose cost is not known, and does not count. Pure."""
-    return [f"not counted is {item.name}: {item.unknown}" for item in spending if item.unknown]
+def stand_of(per_month: Decimal, month: str, spending: Sequence[Spending], wanted: Spending | None = None) -> Stand:
+    """Return how much of the ceiling is used, with a ``wanted`` start, or without one. A job of the name of the wanted
+    one is continued by it: its promise is replaced, and not added. Pure."""
+    if wanted is None:
+        return Stand(per_month=per_month, month=month, spending=tuple(spending))
+    others = (replace(item, promised_units=0) if item.name == wanted.name else item for item in spending)
+    return Stand(per_month=per_month, month=month, spending=tuple(others), wanted=wanted.promised_units)
 
 
 def month_of(now: float) -> tuple[str, float]:

@@ -1,9 +1,9 @@
-"""What the jobs of a home have spent this month and may still spend, held against its ceilings.
+"""What the jobs of a home have spent this month and may still spend, held against its ceiling.
 
 ``<home>/spending/book.json`` has a `Promise` of each start: what a job, fleet or search is expected to cost, and once
 a job has ended what was paid for it, so that its run directory is not read again. What was paid is computed from
 the presence of nodes, as bills are. It is gathered, judged and promised under one lock: of two starts at the same
-moment, the second sees the promise of the first. What a ceiling refuses is decided in `dtrain_dagster.costs.ceilings`.
+moment, the second sees the promise of the first. What is refused is decided in `dtrain_dagster.costs.ceilings`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.costs.ceilings import (
-    COMMAND,
-    CeilingError,
-    Ceilings,
-    Spending,
-    Stand,
-    explain_excess,
-    month_of,
-    read_ceilings,
-    stands_of,
-)
+from dtrain_dagster.costs.ceilings import COMMAND, CeilingError, Spending, Stand, month_of, read_ceiling, stand_of
 from dtrain_dagster.costs.money import HOUR, SECOND, nano_usd, units_of_usd
 from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError, price_of
@@ -48,7 +39,7 @@ from trainer.storage.open import open_storage
 
 FOLDER, BOOK, LOCK = "spending", "book.json", ".lock"
 ASIDE = "book.damaged.json"
-"""A book that could not be read, where no ceilings are set."""
+"""A book that could not be read, where no ceiling is set."""
 GROUP = "group~"
 """The beginning of the names of promises of fleets and searches, which no job's id can have."""
 Units = Annotated[int, Field(ge=0)]
@@ -64,12 +55,10 @@ class Promise:
     units: Units | None = None
     """What it may cost in all; None: not known."""
     hourly: Units = 0
-    """What its nodes cost in an hour; a job of which no estimate is known is promised that."""
+    """What its nodes cost in an hour: it is promised that where no estimate is known."""
     holder: float | None = None
     """The start of the process that has begun it, whose number is ``pid``: while it lives, the promise counts."""
     pid: int = 0
-    before: int = 0
-    """The number of the launch that was there before."""
     paid: dict[str, Units] | None = None
     """Month → units that were paid; None as long as that may change."""
     noted_at: float = 0.0
@@ -99,7 +88,7 @@ class Wanted:
     usd: float | None = None
     """What it may cost in all: its hard budget, else what is expected; None: not known."""
     usd_per_hour: float = 0.0
-    """What all of its nodes cost in an hour."""
+    """What all of its nodes cost in an hour, which counts where that is not known."""
     is_group: bool = False
     """Whether it is a fleet or a search, whose jobs are covered by it."""
 
@@ -122,7 +111,7 @@ class Wanted:
 @contextmanager
 def open_book(home: Path) -> Iterator[Book]:
     """Yield the promises of a home, under its one lock; what the block changes in them is written at its end. Where
-    they cannot be read, raise `CeilingError`; without ceilings, set them aside and begin anew."""
+    they cannot be read, raise `CeilingError`; without a ceiling, set them aside and begin anew."""
     folder = Path(home) / FOLDER
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -131,12 +120,12 @@ def open_book(home: Path) -> Iterator[Book]:
         try:
             book = _read(folder)
         except CeilingError as error:
-            if read_ceilings(home):
+            if read_ceiling(home) is not None:
                 raise CeilingError(
                     f"{error}, so nothing is started; remove the file, and it is made again from the jobs' own records"
                 ) from None
             (folder / BOOK).replace(folder / ASIDE)
-            _log.warning("%s; without ceilings it was set aside as %s, and another is begun", error, ASIDE)
+            _log.warning("%s; without a ceiling it was set aside as %s, and another is begun", error, ASIDE)
             book = {}
         before = dict(book)
         yield book
@@ -179,21 +168,6 @@ def jobs_noted_since(home: Path, since: float) -> list[str]:
     return [name for at, name in noted if at >= since]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """How the ceilings of a home stand, with a start or without one."""
-
-    ceilings: Ceilings
-    stands: tuple[Stand, ...] = ()
-    spending: tuple[Spending, ...] = ()
-    month: str = ""
-
-    @property
-    def refusal(self) -> str | None:
-        """Return why the start is refused; None where no ceiling is exceeded."""
-        return explain_excess(self.stands, self.spending, self.month)
-
-
 class SpendingBook:
     """The promises of a home, and the run directories of its jobs."""
 
@@ -201,63 +175,59 @@ class SpendingBook:
         """``tier``: of launches that do not name theirs."""
         self.home, self.jobs_uri, self.tier = Path(home), jobs_uri, tier
 
-    def judge(self, wanted: Wanted | None = None, now: float | None = None) -> Judged:
-        """Return how the ceilings stand, with a start or without one. Without ceilings nothing is read. Raise
-        `CeilingError` where that cannot be told."""
-        ceilings = read_ceilings(self.home)
-        if not ceilings:
-            return Judged(ceilings=ceilings)
+    def judge(self, wanted: Wanted | None = None, now: float | None = None) -> Stand | None:
+        """Return how much of the ceiling is used, with a start or without one. None without a ceiling: then nothing is
+        read. Raise `CeilingError` where that cannot be told."""
+        if (per_month := read_ceiling(self.home)) is None:
+            return None
         with open_book(self.home) as book:
-            return self._judge(book, ceilings, wanted, time.time() if now is None else now)
+            return self._judge(book, per_month, wanted, time.time() if now is None else now)
 
     @contextmanager
-    def promised(self, wanted: Wanted) -> Iterator[Judged]:
-        """Make the promise of a start, and yield how the ceilings stand with it. Raise `CeilingError`, and promise
-        nothing, where one would be exceeded. Where the block raises and no launch of it is there, the promise is taken
-        back; that of a fleet or a search is held for the block."""
+    def promised(self, wanted: Wanted) -> Iterator[Stand | None]:
+        """Make the promise of a start, which counts for the block, and yield how much of the ceiling is used with it;
+        None without a ceiling. Raise `CeilingError`, and promise nothing, where it would be exceeded. Where the block
+        raises and no launch of it is there, the promise is taken back."""
         import psutil  # not above: loading the code location does without
 
-        ceilings, me = read_ceilings(self.home), psutil.Process()
+        per_month, me = read_ceiling(self.home), psutil.Process()
         with open_book(self.home) as book:
-            judged = Judged(ceilings=ceilings)
-            if ceilings:
-                judged = self._judge(book, ceilings, wanted, time.time())
-            if refusal := judged.refusal:
+            stand = None if per_month is None else self._judge(book, per_month, wanted, time.time())
+            if stand is not None and (refusal := stand.refusal):
                 raise CeilingError(refusal)
             before = book.get(wanted.key)
-            promise = book[wanted.key] = Promise(
+            book[wanted.key] = Promise(
                 units=None if wanted.usd is None else wanted.units,
                 hourly=wanted.hourly,
                 holder=me.create_time(),
                 pid=me.pid,
-                before=0 if wanted.is_group else self._launch_number(wanted.name),
                 noted_at=time.time(),
             )
+        is_begun = False
         try:
-            yield judged
-        except BaseException:
-            if wanted.is_group or not self._rundir(wanted.name).storage.exists(LAUNCH):
-                with open_book(self.home) as book:
+            yield stand
+            is_begun = True
+        finally:
+            is_begun = is_begun or (not wanted.is_group and self._rundir(wanted.name).storage.exists(LAUNCH))
+            with (
+                suppress(CeilingError, OSError),
+                open_book(self.home) as book,
+            ):  # if it is damaged, the next start says so
+                if is_begun and wanted.key in book:
+                    book[wanted.key] = replace(book[wanted.key], holder=None, pid=0)
+                elif before is not None:
+                    book[wanted.key] = before
+                else:
                     book.pop(wanted.key, None)
-                    if before is not None:
-                        book[wanted.key] = before
-            raise
-        if wanted.is_group:
-            with open_book(self.home) as book:
-                book[wanted.key] = replace(promise, holder=None, pid=0)
 
     # ---
 
-    def _judge(self, book: Book, ceilings: Ceilings, wanted: Wanted | None, now: float) -> Judged:
-        found, month, item = self._gather(book, now), month_of(now)[0], None
+    def _judge(self, book: Book, per_month: Decimal, wanted: Wanted | None, now: float) -> Stand:
+        found, item = self._gather(book, now), None
         if wanted is not None:
             paid = 0 if wanted.usd is None else self._paid_before(book, wanted, now)
-            item = Spending(
-                name=_shown(wanted.key), promised_units=max(0, wanted.units - paid), hourly_units=wanted.hourly
-            )
-        return Judged(
-            ceilings=ceilings, stands=tuple(stands_of(ceilings, found, item)), spending=tuple(found), month=month
-        )
+            item = Spending(name=_shown(wanted.key), promised_units=max(0, wanted.units - paid))
+        return stand_of(per_month, month_of(now)[0], found, item)
 
     def _gather(self, book: Book, now: float) -> list[Spending]:
         """Return what each job of the home, and each fleet and search that is run, has spent and may still spend. What
@@ -293,9 +263,9 @@ class SpendingBook:
         except (DamagedError, OSError) as error:
             raise CeilingError(
                 f"what job {job_id} has cost cannot be read, so nothing is started: {error}; repair or remove its "
-                f"folder, or lift the ceilings: {COMMAND} --none"
+                f"folder, or lift the ceiling: {COMMAND} --none"
             ) from None
-        is_open = _is_open(rundir, launch, status) or (promise.is_held and launch.get("launch", 0) <= promise.before)
+        is_open = promise.is_held or _is_open(rundir, launch, status)
         sku, tier = str(launch.get("sku", "")), tier_of(str(launch.get("tier") or plan.get("tier") or self.tier))
         try:
             tracker = CostTracker("", launched_usage(nodes, launch, is_open, now, stale), tier)
@@ -306,8 +276,7 @@ class SpendingBook:
         if not is_open and all(node.ended_at is not None for node in nodes):
             return _Looked(Promise(part_of=promise.part_of, paid=paid, noted_at=promise.noted_at), False)
         hourly = each * int(launch.get("node_count") or 0)
-        whole = _promised(promise, limit, plan, nodes, sum(paid.values()), each, hourly)
-        return _Looked(promise, is_open, paid, hourly, whole)
+        return _Looked(promise, is_open, paid, _promised(promise, limit, plan, nodes, sum(paid.values()), each, hourly))
 
     def _paid_before(self, book: Book, wanted: Wanted, now: float) -> int:
         """Return what a job that is continued has cost so far, or a fleet's jobs have."""
@@ -323,11 +292,6 @@ class SpendingBook:
     def _rundir(self, job_id: str) -> RunDir:
         return RunDir(f"{self.jobs_uri}/{job_id}")
 
-    def _launch_number(self, job_id: str) -> int:
-        with suppress(DamagedError):  # told where it counts
-            return int((self._rundir(job_id).read_json(LAUNCH) or {}).get("launch") or 0)
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
@@ -337,7 +301,6 @@ class _Looked:
     is_open: bool
     """Whether it may go on to cost money."""
     paid: Mapping[str, int] = field(default_factory=dict)
-    hourly: int = 0
     whole: int | None = None
     """What it may cost in all, where its run directory says."""
     unknown: str = ""
@@ -372,7 +335,6 @@ def _add_up(looked: Mapping[str, _Looked], month: str) -> Iterator[Spending]:
             name=_shown(key),
             month_units=item.by_month.get(month, 0),
             promised_units=max(0, whole - spent[key]) if counts else 0,
-            hourly_units=(item.hourly or promise.hourly) if counts else 0,
             unknown=item.unknown,
         )
 

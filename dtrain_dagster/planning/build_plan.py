@@ -253,12 +253,11 @@ def explain_excess(estimate: Estimate, limits: Limits, end: End = "expected") ->
     return "; ".join(said) or None
 
 
-def explain_on_other_nodes(plan: TrainingPlan, price: SkuPrice, tier: Tier) -> str | None:
-    """Return in words how a plan exceeds its limits on other nodes than it was made for; None where it fits. Times on
-    these are the plan's, scaled by the table of speeds, fixed costs too: a rough guess."""
+def estimate_on(plan: TrainingPlan, price: SkuPrice, tier: Tier) -> Estimate:
+    """Return the estimate of a plan on these nodes. On others than it was made for, times are the plan's, scaled by the
+    table of speeds, fixed costs too: a rough guess."""
     seconds = plan.estimate.seconds.scaled(price_of(plan.sku).speed / price.speed)
-    limits = Limits(budget_usd=plan.budget_usd, deadline_hours=plan.deadline_hours)
-    return explain_excess(estimate_cost(seconds, price, tier, plan.node_count), limits)
+    return estimate_cost(seconds, price, tier, plan.node_count)
 
 
 def sure_objection(past: Forecast | None, planned: PlannedJob, limits: Limits) -> str | None:

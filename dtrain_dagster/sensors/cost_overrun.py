@@ -1,5 +1,5 @@
 """The sensors on spending. ``cost_overrun`` reports a running job that costs more than estimated, or will, before the
-bill does. ``ceilings`` tells people when a ceiling on spending is nearly used, and when it is, before the next start is
+bill does. ``ceilings`` tells people when the ceiling on spending is nearly used, and when it is, before a start is
 refused."""
 
 import json
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from dtrain_dagster.assets.checks import COST_CHECK
-from dtrain_dagster.costs.ceilings import COMMAND, CeilingError, Stand, describe_most, describe_stand, explain_unknown
+from dtrain_dagster.costs.ceilings import COMMAND, CeilingError, Stand
 from dtrain_dagster.costs.plan import PLAN, PLANNED_FOR, STOCK_TRAINED
 from dtrain_dagster.costs.prices import STAND_IN, alternatives_to
 from dtrain_dagster.costs.tracker import CostTracker
@@ -201,12 +201,12 @@ def _told(rundir: RunDir) -> dict[str, Any]:
 
 
 LEVELS = (80, 100)
-"""Percent of a ceiling at which people are told, once each per month."""
+"""Percent of the ceiling at which people are told, once each per month."""
 EVERY_SECONDS = 120
 
 
 def build_ceilings_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
-    """Return the sensor that tells people of ceilings that are nearly used, once per month, ceiling and level."""
+    """Return the sensor that tells people that the ceiling is nearly used, once per month and level."""
     levels = " and ".join(f"{level} %" for level in LEVELS)
 
     @dg.sensor(
@@ -214,30 +214,27 @@ def build_ceilings_sensor(names: GraphNames = STOCK_NAMES) -> dg.SensorDefinitio
         required_resource_keys=names.resources,
         minimum_interval_seconds=EVERY_SECONDS,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Notifies once per month at {levels} of each ceiling on spending (`{COMMAND}`), counting what was "
+        description=f"Notifies once per month at {levels} of the ceiling on spending (`{COMMAND}`), counting what was "
         "spent and what running jobs were promised. It ends nothing.",
     )
     def ceilings(context: dg.SensorEvaluationContext) -> dg.SkipReason:
         cluster, project = cluster_resource(context, names), project_resource(context, names)
         try:
-            judged = SpendingBook(Path(project.home), project.jobs_uri, cluster.first_tier).judge()
+            stand = SpendingBook(Path(project.home), project.jobs_uri, cluster.first_tier).judge()
         except CeilingError as error:
             return dg.SkipReason(str(error))
-        if not judged.ceilings:
+        if stand is None:
             return dg.SkipReason("no ceiling is set")
-        notices, count = open_storage(f"{project.home}/{FOLDER}/notices"), 0
-        for stand in judged.stands:
-            keys = keys_due(stand, judged.month)
-            firsts = [_is_first(notices, key) for key in keys]  # nobody has to be told of a lower level any more
-            if not firsts or not firsts[-1]:
-                continue
-            title, text = describe_use(stand, judged.month)
+        notices, share = open_storage(f"{project.home}/{FOLDER}/notices"), f"{stand.total / stand.limit:.0%}"
+        firsts = [_is_first(notices, key) for key in keys_due(stand)]  # nobody has to be told of a lower level any more
+        if is_due := bool(firsts) and firsts[-1]:
+            what = "nothing new is started" if stand.total >= stand.limit else "a start that would exceed it is refused"
+            text = f"{share} of the ceiling of {stand.text}{stand.most}; {what}; raise it: {COMMAND} --per-month AMOUNT"
             context.log.warning(text)
-            count += 1
-            body = "\n- ".join([text, *explain_unknown(judged.spending)])
+            body = "\n- ".join([text, *stand.not_counted])
+            title = f"dtrain: {share} of the ceiling per month is used"
             notify_and_log(project.notify_urls(), title, body, context.log)
-        used = ", ".join(f"{stand.title} {stand.share:.0%}" for stand in judged.stands)
-        return dg.SkipReason(f"{used}; {count} notice(s)")
+        return dg.SkipReason(f"{share} of the ceiling per month is used; {int(is_due)} notice(s)")
 
     return ceilings
 
@@ -251,16 +248,6 @@ def _is_first(notices: Storage, key: str) -> bool:
     return True
 
 
-def keys_due(stand: Stand, month: str) -> Sequence[str]:
-    """Return the keys of the notices that the use of a ceiling is worth, the lowest level first. Pure."""
-    return [f"{month}-{stand.kind}-all-{level}" for level in LEVELS if stand.total * 100 >= level * stand.limit]
-
-
-def describe_use(stand: Stand, month: str) -> tuple[str, str]:
-    """Return the title and the text of a notice. Pure."""
-    share, jobs = f"{stand.share:.0%}", describe_most(stand)
-    by = f"; most by {jobs}" if jobs else ""
-    what = "nothing new is started" if stand.share >= 1 else "a start that would exceed it is refused"
-    option = f"--{stand.kind.replace('_', '-')}"
-    text = f"{share} of the ceiling of {describe_stand(stand, month)}{by}; {what}; raise it: {COMMAND} {option} AMOUNT"
-    return f"dtrain: {share} of the ceiling {stand.title} is used", text
+def keys_due(stand: Stand) -> list[str]:
+    """Return the keys of the notices that the use of the ceiling is worth, the lowest level first. Pure."""
+    return [f"{stand.month}-per_month-all-{level}" for level in LEVELS if stand.total * 100 >= level * stand.limit]

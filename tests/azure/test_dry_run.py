@@ -91,13 +91,12 @@ def test_the_compute_and_the_job_are_shown_as_the_service_gets_them(shell: Shell
 
 
 def dearer_nodes_are_refused_before_the_job(shell: Shell) -> None:
-    assert CliRunner().invoke(main, ["cost", "ceilings", "--per-hour", "10"]).exit_code == 0
+    assert CliRunner().invoke(main, ["cost", "ceilings", "--per-month", "10"]).exit_code == 0
     shell.cloud.control("fault", fault="refuse", vm_size=A100, how="sync", count=None)
     refused = CliRunner().invoke(main, [*WORDS[:-1], "third"], env={"DTRAIN_CLUSTER_NAME": "other"})
     assert refused.exit_code == 2, refused.output
     assert f"{A100} was not available: using {H100}" in refused.stderr
-    assert (
-        "the ceiling of $10.00 per hour: running jobs cost $0.00 an hour, and this start adds $13.96" in refused.stderr
-    )
+    assert "the ceiling of $10.00 per month: $" in refused.stderr
+    assert "and this start adds $13.96" in refused.stderr
     assert list(shell.cloud.control("state")["jobs"]) == ["first-l1"]
     assert "third" not in str(open_storage(JOBS).list())

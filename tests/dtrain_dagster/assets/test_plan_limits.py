@@ -15,7 +15,7 @@ import pytest
 from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.training import refuse_dearer_nodes, wanted_by_plan
 from dtrain_dagster.clusters.base import ClusterConfig
-from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
+from dtrain_dagster.costs.ceilings import write_ceiling
 from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, estimate_cost
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
@@ -91,19 +91,17 @@ def test_other_nodes_than_planned_are_refused_where_the_plan_no_longer_fits(
 
 
 @pytest.mark.parametrize(
-    ("stop_at_usd", "ceilings", "refused"),
+    ("stop_at_usd", "ceiling", "refused"),
     [
-        (0.0, Ceilings(per_month=Decimal("1.20")), ""),
-        (0.0, Ceilings(per_month=Decimal(1)), "$1.00 per month"),
-        (0.5, Ceilings(per_month=Decimal(1)), ""),  # its nodes stop there
-        (0.0, Ceilings(per_hour=Decimal(13)), "this start adds $13.96"),  # of the nodes that were got
-        (0.0, Ceilings(per_hour=Decimal(14)), ""),
+        (0.0, "1.25", ""),
+        (0.0, "1.10", "this start adds $1.17"),  # on the nodes that were got
+        (0.5, "1.10", ""),  # its nodes stop there
     ],
 )
-def test_a_training_is_promised_at_the_price_of_the_nodes_that_were_got(
-    tmp_path: Path, stop_at_usd: float, ceilings: Ceilings, refused: str
+def test_a_training_is_promised_what_it_is_expected_to_cost_or_where_it_stops(
+    tmp_path: Path, stop_at_usd: float, ceiling: str, refused: str
 ):
-    write_ceilings(tmp_path, ceilings)
+    write_ceiling(tmp_path, Decimal(ceiling))
     run = run_in(tmp_path)
     wanted = wanted_by_plan(plan(stop_at_usd=stop_at_usd), nodes("Standard_NC40ads_H100_v5"), "job")
     with pytest.raises(dg.Failure, match=re.escape(refused)) if refused else nullcontext(), run.promising(wanted):

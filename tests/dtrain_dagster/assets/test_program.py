@@ -11,7 +11,7 @@ import pytest
 
 from dtrain_dagster.assets.program import ProgramOptions, program_page
 from dtrain_dagster.clusters.base import OWNER, JobState, JobStatus
-from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
+from dtrain_dagster.costs.ceilings import write_ceiling
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.jobs.spending import jobs_noted_since
 from dtrain_dagster.pipelines import Cluster, PipelineError, build_program_asset
@@ -76,7 +76,7 @@ def test_it_runs_with_where_the_launchpad_begins_and_says_what_became_of_it(prog
 def test_a_ceiling_refuses_it_and_people_are_told(program: dg.Definitions, tmp_path: Path):
     home = tmp_path / "home"
     home.mkdir()
-    write_ceilings(home, Ceilings(per_hour=Decimal(5)))  # two nodes cost more
+    write_ceiling(home, Decimal(5))  # an hour of two nodes costs more
     with web_hook() as (url, heard), pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
         patch.setenv("DTRAIN_NOTIFY", url)
         script = tmp_path / "s.py"
@@ -84,11 +84,12 @@ def test_a_ceiling_refuses_it_and_people_are_told(program: dg.Definitions, tmp_p
         assert not refused.success
         [failure] = refused.get_step_failure_events()
         said = str(failure.event_specific_data)
-        assert "the ceiling of $5.00 per hour: running jobs cost $0.00 an hour, and this start adds $6.12" in said
-        assert "raise it: dtrain cost ceilings --per-hour AMOUNT" in said
-        assert heard[0]["title"] == "dtrain: a job would exceed a ceiling on spending"
+        assert "the ceiling of $5.00 per month: $0.00 spent" in said
+        assert "and this start adds $6.12" in said
+        assert "raise it: dtrain cost ceilings --per-month AMOUNT" in said
+        assert heard[0]["title"] == "dtrain: a job would exceed the ceiling on spending"
         assert not list(home.glob("storage/jobs/*/launch.json"))
-        write_ceilings(home, Ceilings(per_hour=Decimal(7)))
+        write_ceiling(home, Decimal(7))
         assert run(program, instance).success
 
 

@@ -26,14 +26,17 @@ def test_what_is_no_amount_is_refused_by_the_name_of_the_option(tmp_path: Path, 
     assert not (tmp_path / "ceilings.json").exists()
 
 
-def test_ceilings_are_set_shown_and_lifted(tmp_path: Path):
+def test_the_ceiling_is_set_shown_lifted_and_set_again_where_it_cannot_be_read(tmp_path: Path):
     assert "no ceiling is set" in dtrain(tmp_path, "cost", "ceilings").output
-    shown = dtrain(tmp_path, "cost", "ceilings", "--per-month", "500", "--per-hour", "12.5").output
-    assert "per month" in shown
-    assert "$500.00" in shown
+    assert "$500.00 per month: $0.00 spent in " in dtrain(tmp_path, "cost", "ceilings", "--per-month", "500").output
     document = json.loads(dtrain(tmp_path, "cost", "ceilings", "--per-month", "400", "--json").output)
-    assert document["ceilings"] == {"per_hour": 12.5, "per_month": 400.0}
-    assert "lifts all ceilings" in dtrain(tmp_path, "cost", "ceilings", "--none", "--per-hour", "3").output
+    assert document["per_month"] == 400.0
+    (tmp_path / "ceilings.json").write_text("{")
+    done = dtrain(tmp_path, "cost", "ceilings")
+    assert "cannot be read, so nothing is started" in done.output
+    assert "set it again by dtrain cost ceilings --per-month AMOUNT, or lift it by --none" in done.output
+    assert "$300.00 per month" in dtrain(tmp_path, "cost", "ceilings", "--per-month", "300").output
+    assert "--none lifts" in dtrain(tmp_path, "cost", "ceilings", "--none", "--per-month", "3").output
     assert "no ceiling is set" in dtrain(tmp_path, "cost", "ceilings", "--none").output
 
 
@@ -43,13 +46,3 @@ def test_options_of_ceilings_need_the_word(tmp_path: Path):
     assert "--per-month is of ceilings" in done.output
     for name in ("ceilings", "latest"):
         assert "--refresh is of prices: leave out the name" in dtrain(tmp_path, "cost", name, "--refresh").output
-
-
-def test_ceilings_that_cannot_be_read_are_mended_as_the_message_says(tmp_path: Path):
-    dtrain(tmp_path, "cost", "ceilings", "--per-month", "500")
-    (tmp_path / "ceilings.json").write_text("{")
-    done = dtrain(tmp_path, "cost", "ceilings", "--per-month", "500")
-    assert "cannot be read, so nothing is started" in done.output
-    assert "lift all ceilings by dtrain cost ceilings --none, and set --per-month AMOUNT" in done.output
-    assert dtrain(tmp_path, "cost", "ceilings", "--none").exit_code == 0
-    assert dtrain(tmp_path, "cost", "ceilings", "--per-month", "500").exit_code == 0

@@ -50,12 +50,12 @@ def test_a_training_is_shown_with_its_price_and_its_checks_and_leaves_nothing(tm
 
 def test_a_ceiling_refuses_a_dry_run_as_it_refuses_the_start(tmp_path: Path):
     write_dataset(tmp_path / "walks")
-    dtrain(tmp_path, "cost", "ceilings", "--per-hour", "5")
+    dtrain(tmp_path, "cost", "ceilings", "--per-month", "5")
     done = dtrain(tmp_path, "train", "--dataset", str(tmp_path / "walks"), "--nodes", "2", "--dry-run")
     assert done.exit_code == 2
     assert "# node 0" in done.stdout, "what would be asked for is shown all the same"
     assert "note: what it costs is not known, so an hour of its nodes counts" in done.stderr
-    assert "refused: the ceiling of $5.00 per hour: running jobs cost $0.00 an hour, and this start" in done.stderr
+    assert "refused: the ceiling of $5.00 per month: $0.00 spent in " in done.stderr
 
 
 @pytest.mark.slow

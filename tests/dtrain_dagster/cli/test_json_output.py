@@ -18,7 +18,7 @@ from told_json import TOLD, fields_in, printed
 
 from dtrain_dagster.cli.common import print_json
 from dtrain_dagster.cli.main import SECTIONS, load_command, main
-from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
+from dtrain_dagster.costs.ceilings import write_ceiling
 from dtrain_dagster.search.run import SearchPlan
 from trainer.rundir import LOGS, RunDir
 
@@ -56,7 +56,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_home(tmp_path / "home")
     frame = {"price": [float(number) for number in range(40)], "size": [number % 7 for number in range(40)]}
     pd.DataFrame(frame).to_parquet(tmp_path / "table.parquet")
-    write_ceilings(tmp_path / "home", Ceilings(per_month=Decimal(500)))
+    write_ceiling(tmp_path / "home", Decimal(500))
     with price_list() as listed:
         listed.items = listing("Standard_NC6s_v3", 3.5)
         monkeypatch.setattr("dtrain_dagster.cli.cost.RETAIL_URL", listed.url)

@@ -70,7 +70,7 @@ OPTIONS = {
     "jobs": "--fleets --json",
     "status": "--follow --html --json --lift --nodes --trace -f name",
     "logs": "--follow --json --node --tail -f job_id",
-    "cost": "--json --none --per-hour --per-month --refresh --region --sku --usage-export name",
+    "cost": "--json --none --per-month --refresh --region --sku --usage-export name",
     "ui": "--all --allow-host --allow-user --host --port --read-only --workspace -w page",
     "doctor": "--json --nodes",
 }

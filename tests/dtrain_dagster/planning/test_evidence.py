@@ -19,7 +19,7 @@ from dtrain_dagster.assets.pipeline import STOCK
 from dtrain_dagster.assets.planning import build_cost_estimate
 from dtrain_dagster.cli.plan_lines import expect
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.costs.ceilings import Ceilings, write_ceilings
+from dtrain_dagster.costs.ceilings import write_ceiling
 from dtrain_dagster.costs.estimate import LearnedCorrection, Sizes
 from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of
@@ -312,11 +312,11 @@ def plan_of(
 @pytest.mark.slow
 def test_a_plan_that_would_exceed_a_ceiling_is_refused_before_its_probe(finished, instance):
     home, _, job = finished
-    write_ceilings(home, Ceilings(per_hour=Decimal(2)))
+    write_ceiling(home, Decimal("0.0001"))
     plan, said = plan_of(instance, home, dataset_of(job))
-    write_ceilings(home, Ceilings())
+    write_ceiling(home, None)
     assert plan is None
-    assert "nothing is started: the ceiling of $2.00 per hour" in "\n".join(said)
+    assert "nothing is started: the ceiling of $0.0001 per month" in "\n".join(said)
     assert not list(home.glob("storage/jobs/probe*"))
 
 

@@ -1,4 +1,4 @@
-"""People are told once per month, ceiling and level that a ceiling on spending is nearly used, and that it is."""
+"""People are told once per month and level that the ceiling on spending is nearly used, and that it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from dtrain_dagster.costs.ceilings import CEILINGS, Ceilings, Stand, write_ceilings
+from dtrain_dagster.costs.ceilings import CEILINGS, Spending, Stand, write_ceiling
 from dtrain_dagster.costs.money import USD
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.spending import note_start
@@ -52,7 +52,7 @@ def test_each_level_is_told_once(tmp_path: Path, paid: Callable[[str, float], No
     with web_hook() as (url, heard):
         settings = Settings(home=tmp_path, notify=url)
         assert look(settings) == "no ceiling is set"
-        write_ceilings(tmp_path, Ceilings(per_month=Decimal("0.10"), per_hour=Decimal("1.00")))
+        write_ceiling(tmp_path, Decimal("0.10"))
         paid("first", 0.079)
         assert look(settings).endswith("0 notice(s)")
         paid("second", 0.011)
@@ -71,7 +71,7 @@ def test_each_level_is_told_once(tmp_path: Path, paid: Callable[[str, float], No
 def test_levels_that_are_passed_at_once_are_told_as_one(tmp_path: Path, paid: Callable[[str, float], None]) -> None:
     with web_hook() as (url, heard):
         settings = Settings(home=tmp_path, notify=url)
-        write_ceilings(tmp_path, Ceilings(per_month=Decimal("0.10")))
+        write_ceiling(tmp_path, Decimal("0.10"))
         paid("first", 0.2)
         look(settings)
         look(settings)
@@ -80,13 +80,14 @@ def test_levels_that_are_passed_at_once_are_told_as_one(tmp_path: Path, paid: Ca
 
 def test_ceilings_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     (tmp_path / CEILINGS).write_text("{")
-    assert "the ceilings on spending cannot be read" in look(Settings(home=tmp_path))
+    assert "the ceiling on spending cannot be read" in look(Settings(home=tmp_path))
 
 
-def test_each_month_and_ceiling_has_its_own_notices() -> None:
-    stand = Stand(kind="per_month", limit=100 * USD, spent=80 * USD)
-    assert len(keys_due(stand, "2026-11")) == 1
-    hourly = Stand(kind="per_hour", limit=100 * USD, spent=80 * USD)
-    assert len({*keys_due(stand, "2026-11"), *keys_due(stand, "2026-12"), *keys_due(hourly, "2026-11")}) == 3
-    assert keys_due(Stand(kind="per_month", limit=100 * USD, spent=80 * USD - 1), "2026-11") == []
-    assert len(keys_due(Stand(kind="per_month", limit=100 * USD, spent=10 * USD, promised=90 * USD), "2026-11")) == 2
+def test_each_month_has_its_own_notices() -> None:
+    def due(spent: int, promised: int = 0, month: str = "2026-11") -> list[str]:
+        spending = (Spending(name="a", month_units=spent, promised_units=promised),)
+        return keys_due(Stand(per_month=Decimal(100), month=month, spending=spending))
+
+    assert len({*due(80 * USD), *due(80 * USD, month="2026-12")}) == 2
+    assert due(80 * USD - 1) == []
+    assert len(due(10 * USD, 90 * USD)) == 2
