@@ -85,9 +85,14 @@ def test_a_job_that_has_ended_is_read_once_and_again_when_it_is_continued(book: 
 def test_a_job_that_is_continued_is_read_again_though_its_launch_fails(book: SpendingBook, job: Job):
     job("over", NOW - 7200.0, 3600.0, state="succeeded")
     before = look(book)
-    with pytest.raises(RuntimeError), book.promised(Wanted(name="over", usd=HOURLY + 1)):
-        assert usd(look(book)["over"].promised_units) == pytest.approx(1), "it is begun"
-        raise RuntimeError("no nodes for its next launch")
+
+    def begin() -> None:
+        with book.promised(Wanted(name="over", usd=HOURLY + 1)):
+            assert usd(look(book)["over"].promised_units) == pytest.approx(1), "it is begun"
+            raise RuntimeError("no nodes for its next launch")
+
+    with pytest.raises(RuntimeError):
+        begin()
     assert look(book)["over"].promised_units == 0
     assert look(book)["over"].month_units == before["over"].month_units
 
