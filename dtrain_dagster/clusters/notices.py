@@ -48,7 +48,7 @@ FLEET, SEARCH = "fleet", "search"
 _RUN_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _log = logging.getLogger(__name__)
 
-Wanted = Literal["end", "goes_on", "waits", "kept"]
+Announcement = Literal["end", "goes_on", "waits", "kept"]
 """What is to be told; of an end, `kind_of_end` says how it is told."""
 NoticeKind = Literal["finished", "failed", "budget", "goes_on", "waits", "kept"]
 _OF_PARTS: Mapping[str, frozenset[NoticeKind]] = {
@@ -67,14 +67,14 @@ _TITLES: Mapping[NoticeKind, str] = {
 }
 
 
-def tell(rundir: RunDir, of: Wanted = "end", launch: int | None = None, retries: RetryPolicy = ONCE) -> None:
+def tell(rundir: RunDir, of: Announcement = "end", launch: int | None = None, retries: RetryPolicy = ONCE) -> None:
     """Tell people of a launch (None: of the last one), once: that the job has ended, as its ``status.json`` says; goes
     on in this launch; waits for nodes, and why; or has failed, and how to enter the nodes that are kept. It never
     raises: what is wrong is logged."""
     send_once(rundir, lambda: _find_notice(rundir, of, launch), retries)
 
 
-def was_told(rundir: RunDir, of: Wanted) -> bool:
+def was_told(rundir: RunDir, of: Announcement) -> bool:
     """Return whether people have been told this of the last launch, or are being told; False where that cannot be
     read."""
     try:
@@ -135,7 +135,7 @@ def _send(urls: Sequence[str], title: str, text: str, retries: RetryPolicy) -> b
     return len(refused) < len(urls)
 
 
-def _find_notice(rundir: RunDir, of: Wanted, launch: int | None) -> tuple[str, str, str] | None:
+def _find_notice(rundir: RunDir, of: Announcement, launch: int | None) -> tuple[str, str, str] | None:
     """Return the key, title and text of a notice that is due; None where nothing is to be told."""
     found = rundir.read_json(LAUNCH) or {}
     job_id, number = str(found.get("job_id", "")), int(found.get("launch") or 1)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from dtrain_dagster.clusters import presence as presences
@@ -16,7 +16,6 @@ from dtrain_dagster.costs.plan import PLAN
 from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.dashboard.failure import (
-    MOST_WORDS,
     changes_to_mark,
     end_in_words,
     missing_nodes,
@@ -51,19 +50,6 @@ CANNOT_READ = (*UNREADABLE, OSError, RecursionError)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """A running or ended job's cost so far."""
-
-    usd: float
-    """The dollars of its nodes and its probes."""
-    words: str
-    """The basis of the dollars."""
-    probe_usd: float = 0.0
-    at_end: str = ""
-    """The projected cost at the end, against the estimate; "" where the job has none."""
-
-
 class OpenJob:
     """A job that a page shows: its run directory, folded as far as it was written."""
 
@@ -74,7 +60,8 @@ class OpenJob:
         self.nodes: list[NodePresence] = []
         self._excluded: Sequence[Mapping[str, Any]] = ()
         """The hosts that get no nodes of it, as ``status.json`` has them."""
-        self.cost: Cost | None = None
+        self.cost: tuple[float, str] | None = None
+        """The dollars of its nodes and its probes so far, and what they rest on; None where no price is known."""
         self._tier = tier
         self._training: Mapping[str, Any] = {}
         self._plan: Mapping[str, Any] | None = None
@@ -120,11 +107,6 @@ class OpenJob:
         with self.lock:
             self.dashboard.take(self.rundir.follow(self._seen))
             self._read_at = -1e9  # the next look may find that nothing is left
-
-    def verdict(self) -> dict[str, Any] | None:
-        """Return what holds up its latest steps, as its page says it; None where that is not known."""
-        with self.lock:
-            return self.dashboard.verdict(self._training)
 
     def nodes_alive(self, now: float) -> int:
         """Return the number of nodes that are present, by their own records."""
@@ -176,7 +158,7 @@ class OpenJob:
         """Return what the page says besides curves and costs, see `job_facts.facts_of_page`; shared for a while. After
         the end, too: storage may have failed for a moment, and a run in MLflow may be made later."""
         with self.lock:
-            state, usd = self.row.state, self.cost.usd if self.cost else None
+            state, usd = self.row.state, self.cost[0] if self.cost else None
             made_for = (self._end is None, self._while, state, places)
             return self._share("facts", made_for, lambda: facts_of_page(self.rundir, state, usd, places))
 
@@ -204,8 +186,6 @@ class JobBoard:
         self.jobs_uri, self.tier = jobs_uri, tier
         self.storage = open_storage(jobs_uri)
         self._open: dict[str, OpenJob] = {}
-        self._followed: set[str] = set()
-        """Jobs that run, and whose verdict the list shows."""
         self._lock = threading.Lock()
         self._index = JobIndex(self.storage, self._row, 2 * refresh_seconds(self.storage))
 
@@ -267,32 +247,14 @@ class JobBoard:
         try:
             row = read_course(rundir, status)
             row = add_paid(row, rundir, self.tier)
-            row = replace(row, words=self._words_on(rundir, row, recorded))
+            result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
+            row = replace(row, words=end_in_words(row.state, recorded, result, launch, rundir.nodes()))
         except CANNOT_READ as error:
             return replace(row, words=visible(redact(f"not all of it can be read: {error}"))), 0.0
         # A job with a cluster changes until that has recorded its end: a supervisor that is killed writes nothing.
         if rundir.storage.exists(LAUNCH) and recorded.get("state") not in ENDED:
             return row, 0.0
         return row, settled if self.storage.is_local or not row.running else 0.0
-
-    def _words_on(self, rundir: RunDir, row: JobFacts, status: Mapping[str, Any]) -> str:
-        """Return what holds a job up, or how it ended."""
-        if not row.running:
-            self._followed.discard(row.job_id)
-        result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
-        words = end_in_words(row.state, status, result, launch, rundir.nodes())
-        if not words and row.running and self._is_followed(row):
-            job = self.open(row.job_id, time.time())
-            found = job.verdict() if job is not None else None
-            words = f"{found['title']}: {found['evidence']}"[:MOST_WORDS] if found else ""
-        return words
-
-    def _is_followed(self, row: JobFacts) -> bool:
-        """Return whether the list says what holds this job up: of `RECENT_JOBS` only, for each is held in memory."""
-        with self._lock:
-            if len(self._followed) < RECENT_JOBS:
-                self._followed.add(row.job_id)
-            return row.job_id in self._followed
 
 
 def _without_secrets(node: NodePresence) -> NodePresence:
@@ -307,20 +269,18 @@ def refresh_seconds(storage: Storage) -> float:
 
 def cost_so_far(
     rundir: RunDir, nodes: Sequence[NodePresence], running: bool, default_tier: Tier, now: float, view: JobView
-) -> Cost | None:
-    """Return the nodes' cost so far and its projection; None where their price is not known."""
+) -> tuple[float, str] | None:
+    """Return the dollars of a job's nodes and probes so far, and in words what they rest on and come to; None where the
+    price is not known."""
     launch, plan = rundir.read_json(LAUNCH) or {}, rundir.read_json(PLAN) or {}
     try:
         tracker, whole = trackers_of(rundir, nodes, launch, plan, running, default_tier, now)
     except (PriceError, ValueError):
         return None
     probe_usd = whole.total_usd - tracker.total_usd
-    return Cost(
-        usd=whole.total_usd,
-        words=basis_of(plan, launch),
-        probe_usd=probe_usd,
-        at_end=_at_end(tracker, probe_usd, plan, view) if running and plan else "",
-    )
+    of_probe = f"with {dollars(probe_usd)} of its probe; " if probe_usd else ""
+    at_end = _at_end(tracker, probe_usd, plan, view) if running and plan else ""
+    return whole.total_usd, f"{of_probe}{at_end}{basis_of(plan, launch)}"
 
 
 def _at_end(tracker: CostTracker, probe_usd: float, plan: Mapping[str, Any], view: JobView) -> str:
@@ -349,6 +309,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         note = view.phase if row.running else ""
     step = view.step if row.running else max(view.step, row.step or 0)
     duration = "–" if row.seconds is None else format_duration(row.seconds)
+    cost_label = "cost so far" if row.running else "cost"
     there, left, took = len({presence.node_id for presence in job.nodes}), job.time_left(now), row.totals
     figures = [
         ("state", row.state, note),
@@ -363,15 +324,7 @@ def headline(job: OpenJob, now: float) -> list[dict[str, str]]:
         if row.running
         else ("samples/s", format_number(board.throughput.samples_per_second, 0), "all nodes, in all steps"),
         _nodes(job, there, now),
-        (
-            "cost so far" if row.running else "cost",
-            dollars(job.cost.usd),
-            (f"with {dollars(job.cost.probe_usd)} of its probe; " if job.cost.probe_usd else "")
-            + job.cost.at_end
-            + job.cost.words,
-        )
-        if job.cost
-        else ("cost", "–", "no price is known"),
+        (cost_label, dollars(job.cost[0]), job.cost[1]) if job.cost else ("cost", "–", "no price is known"),
     ]
     return [{"label": label, "value": value, "note": note} for label, value, note in figures]
 

@@ -52,11 +52,10 @@ class Listing:
 @dataclass(frozen=True, slots=True)
 class _Known:
     row: JobFacts | None
-    mark: Mark
+    mark: Mark | None
+    """None where it was read within `FRESH_SECONDS` of the newest mark: a later write may have had the same time."""
     read_at: float
     keeps_seconds: float
-    fresh: bool
-    """Whether it was read within `FRESH_SECONDS` of the newest mark: a later write may have had the same time."""
 
 
 class JobIndex:
@@ -99,7 +98,7 @@ class JobIndex:
                 for name, (row, keeps_seconds) in zip(part, pool.map(self._read, part), strict=True):
                     mark, now = marks[name], time.monotonic()
                     fresh = bool(mark) and abs(time.time() - max(mark[0], mark[1], mark[3]) / 1e9) < FRESH_SECONDS
-                    self._known[name] = _Known(row, mark, now, keeps_seconds, fresh)
+                    self._known[name] = _Known(row, None if fresh else mark, now, keeps_seconds)
         rows = [known.row for known in self._known.values() if known.row is not None]
         rows.sort(key=lambda row: (row.began_at or 0.0, row.job_id), reverse=True)
         before, unread = self._listing, sum(name not in self._known for name in names)
@@ -130,9 +129,7 @@ class JobIndex:
 
     def _is_due(self, name: str, mark: Mark) -> bool:
         known = self._known.get(name)
-        if known is None or known.mark != mark or known.fresh:
-            return True
-        return time.monotonic() - known.read_at >= known.keeps_seconds
+        return known is None or known.mark != mark or time.monotonic() - known.read_at >= known.keeps_seconds
 
 
 def _mark(path: str) -> Mark:

@@ -1,4 +1,4 @@
-"""A job's logs as its page shows them: the last lines, and what is new since. `dtrain logs` has all of them.
+"""A job's logs as its page shows them: the last lines, asked for again and again. `dtrain logs` has all of them.
 
 Lines come from files of this machine, read a little at a time, or from the cluster, asked now and then for all browsers
 together. Secrets are struck out of every line, and it stays on one line, whatever a program has printed.
@@ -6,10 +6,9 @@ together. Secrets are struck out of every line, and it stays on one line, whatev
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,20 +36,18 @@ class LogPage:
 
     lines: tuple[tuple[int, str], ...]
     """Pairs of node and line, in order of time as far as lines tell theirs."""
-    cursor: str
-    """What the page gives to get what is new since; "" where it gets everything anew."""
     nodes: tuple[int, ...]
     """The nodes that have a log."""
     is_cut: bool
-    """Whether there are lines before these, and after ``cursor`` where one was given, that are not among them."""
+    """Whether there are lines before these."""
 
 
 class LogSource(Protocol):
     """Where a job's logs are read."""
 
-    def page(self, job_id: str, node: int | None, cursor: str) -> LogPage:
-        """Return the lines of ``node``, or of all: those since ``cursor``, or the last ones where it is "". Raise
-        `DamagedError`, OSError or `ClusterError` where they cannot be read."""
+    def page(self, job_id: str, node: int | None) -> LogPage:
+        """Return the last lines of ``node``, or of all. Raise `DamagedError`, OSError or `ClusterError` where they
+        cannot be read."""
 
 
 class LogFiles:
@@ -60,14 +57,12 @@ class LogFiles:
         """``folder_of`` returns the folder of a job's logs."""
         self._folder_of = folder_of
 
-    def page(self, job_id: str, node: int | None, cursor: str) -> LogPage:
-        follower = FileFollower(self._folder_of(job_id), parse_cursor(cursor), TAIL_BYTES)
-        if not cursor:
-            follower.skip_to_end(MOST_LINES, node)
+    def page(self, job_id: str, node: int | None) -> LogPage:
+        follower = FileFollower(self._folder_of(job_id), most_bytes=TAIL_BYTES)
+        follower.skip_to_end(MOST_LINES, node)
         found = list(follower.read(node))
         return LogPage(
             lines=_newest(found),
-            cursor=write_cursor(follower.offsets),
             nodes=tuple(logs_of(follower.folder)),
             is_cut=follower.has_left_out or len(found) > MOST_LINES,
         )
@@ -81,7 +76,7 @@ class ClusterLogs:
         self._said: dict[str, tuple[float, list[tuple[int, str]]]] = {}
         self._lock = threading.Lock()
 
-    def page(self, job_id: str, node: int | None, cursor: str) -> LogPage:
+    def page(self, job_id: str, node: int | None) -> LogPage:
         with self._lock:
             at, said = self._said.get(job_id, (-1e9, []))
             if time.monotonic() - at > CLUSTER_SECONDS:
@@ -92,7 +87,7 @@ class ClusterLogs:
                     del self._said[next(iter(self._said))]
         found = [item for item in said if node in (None, item[0])]
         nodes = tuple(sorted({number for number, _ in said}))
-        return LogPage(lines=_newest(found), cursor="", nodes=nodes, is_cut=len(found) > MOST_LINES)
+        return LogPage(lines=_newest(found), nodes=nodes, is_cut=len(found) > MOST_LINES)
 
 
 def in_order_of_time(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -104,17 +99,6 @@ def in_order_of_time(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
         keyed.append((last[node], node, line))
     keyed.sort(key=lambda item: item[0])
     return [(node, line) for _, node, line in keyed]
-
-
-def parse_cursor(text: str) -> dict[int, int]:
-    """Return node → bytes that were read, from what `write_cursor` wrote; what is not of that form is left out."""
-    pairs = re.findall(r"(\d{1,9}):(\d{1,15})(?:,|$)", text[:100_000])
-    return {int(node): int(offset) for node, offset in pairs}
-
-
-def write_cursor(offsets: Mapping[int, int]) -> str:
-    """Return the bytes that were read of each node's log, as a page gives them back."""
-    return ",".join(f"{node}:{offset}" for node, offset in offsets.items())
 
 
 def _newest(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:

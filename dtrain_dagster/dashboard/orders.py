@@ -32,6 +32,8 @@ CANCEL, RESUME = "cancel", "resume"
 MOST_SAID = 2000
 """The most characters of what a command has said that are kept: its end."""
 MOST_AT_ONCE = 8
+MOST_ENDED = 200
+"""The most jobs of which the last order is known once it has ended: the latest."""
 _DTRAIN = "from dtrain_dagster.cli.main import main; main(prog_name='dtrain')"
 
 
@@ -54,20 +56,18 @@ class OrderState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """An order, and the process of its command."""
+class _UnderWay:
+    """An order whose command runs."""
 
     state: OrderState
     process: subprocess.Popen[bytes]
     output: IO[bytes]
 
-    def now(self) -> OrderState:
-        """Return the state as it is now."""
-        code = self.process.poll()
-        if code is None:
-            return self.state
-        self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - 4 * MOST_SAID))
-        text = redact(self.output.read().decode(errors="replace").strip())[-MOST_SAID:]
+    def end(self, code: int) -> OrderState:
+        """Return the state at the end of the command, and close its output."""
+        with self.output as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * MOST_SAID))
+            text = redact(output.read().decode(errors="replace").strip())[-MOST_SAID:]
         return replace(self.state, code=code, said=visible(text.removeprefix("Error: "), keep_lines=True))
 
 
@@ -132,13 +132,16 @@ class OrderDesk:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self._given: dict[str, _Given] = {}
+        self._under_way: dict[str, _UnderWay] = {}
+        self._ended: dict[str, OrderState] = {}
         self._lock = threading.Lock()
 
     def describe(self, job_id: str, state: str) -> dict[str, Any]:
         """Return what the page needs for its buttons: which orders can be given, and the last one."""
         with self._lock:
-            last = self._given[job_id].now() if job_id in self._given else None
+            self._take_ended()
+            given = self._under_way.get(job_id)
+            last = given.state if given else self._ended.get(job_id)
         return {"allowed": self._allowed(job_id, state), "last": last and asdict(last)}
 
     def give(self, rundir: RunDir, job_id: str, state: str, order: str) -> OrderState:
@@ -149,12 +152,13 @@ class OrderDesk:
         arguments = order_command(order, job_id, self.home, rundir.read_json(LAUNCH) or {})
         made = OrderState(order=order, command=redact(shlex.join(["dtrain", *arguments])), since=time.time())
         with self._lock:
-            under_way = {name: given for name, given in self._given.items() if given.process.poll() is None}
-            if job_id in under_way or len(under_way) >= MOST_AT_ONCE:
-                which = under_way[job_id].state.order if job_id in under_way else f"{len(under_way)} orders"
+            self._take_ended()
+            other = self._under_way.get(job_id)
+            if other or len(self._under_way) >= MOST_AT_ONCE:
+                which = other.state.order if other else f"{len(self._under_way)} orders"
                 raise OrderRefusedError(f"{which} is still under way: wait until it is done")
             # A file, and no pipe: what the command says must not end it when the dashboard has ended.
-            output = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as the dashboard runs
+            output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the command has ended
             with AuditLog(self.home).operation(f"{order} from the dashboard", job_id):
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _DTRAIN, *arguments],  # -P: no file of this folder is a module
@@ -164,8 +168,18 @@ class OrderDesk:
                     start_new_session=True,
                     env=environment_anywhere(os.environ, self.home),
                 )
-            self._given[job_id] = _Given(made, process, output)
+            self._under_way[job_id] = _UnderWay(made, process, output)
         return made
+
+    def _take_ended(self) -> None:
+        """Keep what commands have said that have ended since, of the latest jobs. The lock is held."""
+        for job_id, given in list(self._under_way.items()):
+            if (code := given.process.poll()) is not None:
+                del self._under_way[job_id]
+                self._ended.pop(job_id, None)
+                self._ended[job_id] = given.end(code)
+        while len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _allowed(self, job_id: str, state: str) -> dict[str, str]:
         ordered = ordered_job(self.home, job_id)

@@ -22,7 +22,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.supervision.engine import EngineUnreachableError
@@ -68,20 +69,13 @@ def build_app(
 
     rules = rules_for("127.0.0.1", hosts, json_only=True, headers=HEADERS)
     compression = Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
-    routes = [*list_routes(board), *_file_routes(), *job_routes(board, places, logs, desk), Route("/metrics", metrics)]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, rules=rules), compression])
 
+    def plotly(request: Request) -> Response:
+        return FileResponse(page.find_plotly_js(), headers={"cache-control": "max-age=86400"})
 
-def _file_routes() -> list[Route]:
-    """Return the routes of scripts and styles, which are sent as fast as each browser takes them."""
-    files = {path.name: path for path in page.STATIC.iterdir() if path.suffix in (".js", ".css")}
-    files["plotly.js"] = page.find_plotly_js()
-
-    def send(request: Request) -> Response:
-        name = request.url.path[1:]
-        return FileResponse(files[name], headers={"cache-control": "max-age=86400"} if name == "plotly.js" else None)
-
-    return [Route(f"/{name}", send) for name in files]
+    routes = [*list_routes(board), *job_routes(board, places, logs, desk), Route("/metrics", metrics)]
+    files = [Route("/plotly.js", plotly), Mount("/", StaticFiles(directory=page.STATIC))]
+    return Starlette(routes=[*routes, *files], middleware=[Middleware(Guard, rules=rules), compression])
 
 
 def list_routes(board: JobBoard) -> list[Route]:
@@ -145,9 +139,9 @@ def job_routes(board: JobBoard, places: Places, source: LogSource | None, desk: 
     def logs(request: Request, found: OpenJob) -> Response:
         if source is None:
             return _refuse(NO_LOGS, 404)
-        asked = request.query_params
-        node = _read_number(asked["node"]) if asked.get("node") else None
-        return _json(asdict(source.page(found.row.job_id, node, asked.get("cursor", ""))))
+        asked = request.query_params.get("node")
+        node = _read_number(asked) if asked else None
+        return _json(asdict(source.page(found.row.job_id, node)))
 
     def orders(request: Request, found: OpenJob) -> Response:
         if desk is None:

@@ -42,7 +42,7 @@ class JobFacts:
     step: int | None = None
     loss: float | None = None
     words: str = ""
-    """On the dashboard: what holds it up, why it waits, or how it ended."""
+    """On the dashboard: why it waits, or how it ended."""
 
     @property
     def job_id(self) -> str:

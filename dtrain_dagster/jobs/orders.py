@@ -70,10 +70,6 @@ class Order:
     registered: Mapping[str, Any] = field(default_factory=dict)
     """``name``, ``version`` and `MODEL_DIGESTS`, once the job was registered; empty before."""
 
-    def digests(self) -> dict[str, str]:
-        """Return the digests of the model's files, once the job was registered; an empty dict before."""
-        return {name: str(self.registered[name]) for name in MODEL_DIGESTS if name in self.registered}
-
 
 def keep_order(home: Path, job: JobConfig, there: JobConfig | None) -> None:
     """Record the order of this job, before its nodes are bought. ``there``: the ``job.json`` of its run directory.

@@ -23,14 +23,14 @@ from dtrain_dagster.support.user_code import digest_sources
 from dtrain_dagster.support.user_sources import script_sources
 from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
 from trainer.performance.memory import ModelBytes
-from trainer.runtime.launch import LAUNCH, ORDER, with_order
+from trainer.runtime.launch import LAUNCH_VARIABLE, ORDER, with_order
 
 DESCRIBE_SECONDS = 600.0
 """The most seconds that a script may take until it calls fit: it reads its data before."""
 _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _OURS = f"{Path(trainer.__file__ or '').parent}{os.sep}"
 _PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", LAUNCH, ORDER)
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", LAUNCH_VARIABLE, ORDER)
 
 
 @dataclass(frozen=True, slots=True)

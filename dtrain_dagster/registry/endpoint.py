@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -26,9 +25,8 @@ from dtrain_dagster.registry.smoke_test import (
     AnswerError,
     Candidate,
     Sample,
-    as_columns,
     compare_answers,
-    parse_predictions,
+    read_answer,
 )
 from dtrain_dagster.support.secrets import IDENTITY, check_token, redact, resolve
 from trainer.isolation.runner import clean_environment, kill_session, limit_command
@@ -73,14 +71,6 @@ class ScoringEndpoint:
     """The longest time of an answer."""
     is_local: bool = False
     """Whether it was started here, see `scoring_server`."""
-
-    def predict(self, windows: Samples) -> list[Any]:
-        """Return the rows for windows (n, window, features). Raise `ServingError` if it refuses, `AnswerError` for
-        another shape."""
-        status, body = self.post(windows)
-        if status != 200:
-            raise ServingError(f"{redact(self.url)} refused the request ({status}): {_words(body)}")
-        return parse_predictions(body)
 
     def post(self, windows: Samples, authorised: bool = True) -> tuple[int, bytes]:
         """Send one request; return (status, body). Raise `ServingError` where nothing answers, and for an answer that
@@ -203,7 +193,7 @@ def check_endpoint(
         if not note("answers", status == 200, f"status {status}" + ("" if status == 200 else f": {_words(body)}")):
             return result()
         try:
-            served = as_columns(parse_predictions(body), len(sample.windows))
+            served = read_answer(body, len(sample.windows))
             found = compare_answers(sample, served, tolerance)
         except AnswerError as error:
             note("schema", False, f"it {error}")
@@ -282,8 +272,6 @@ def _words(body: bytes) -> str:
 
 HOST = "127.0.0.1"
 SERVER_CPU_SECONDS, SERVER_FILE_BYTES = 3600, 64 << 20
-_RUNNING = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
-"""The line of its log with which a server says that it answers, and on which port."""
 
 
 @contextlib.contextmanager
@@ -315,36 +303,24 @@ def scoring_server(folder: Path, *, timeout_seconds: float = 120.0) -> Iterator[
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        deadline = time.monotonic() + timeout_seconds
         try:
-            port = _port_of(process, log_path, time.monotonic() + timeout_seconds)
+            while (port := listening_port(process.pid)) is None:
+                ended = process.poll()
+                if ended is not None or time.monotonic() > deadline:
+                    why = "did not answer in time" if ended is None else f"ended with exit code {ended}"
+                    said = log_path.read_text(errors="replace").splitlines()[-20:]
+                    raise ServingError("\n".join([f"the scoring server {why}:", *said]))
+                time.sleep(0.1)
             yield ScoringEndpoint(url=f"http://{HOST}:{port}/invocations", is_local=True)
         finally:
             kill_session(process)
 
 
-def _port_of(process: subprocess.Popen[bytes], log_path: Path, deadline: float) -> int:
-    """Return a server's port once it answers."""
-    said = ""
-    while time.monotonic() < deadline:
-        ended = process.poll()
-        said = log_path.read_text(errors="replace")
-        if ended is not None:
-            raise ServingError(f"the scoring server ended with exit code {ended}:\n{_tail(said)}")
-        for found in _RUNNING.findall(said):
-            if listens(process.pid, int(found)):  # the model's own code writes to this log as well
-                return int(found)
-        time.sleep(0.1)
-    raise ServingError(f"the scoring server did not answer in time:\n{_tail(said)}")
-
-
-def listens(pid: int, port: int) -> bool:
-    """Return whether a process listens on a port."""
+def listening_port(pid: int) -> int | None:
+    """Return the port at which a process listens, as the system tells it: its log may name another's. None for none."""
     with contextlib.suppress(psutil.Error):
         for found in psutil.Process(pid).net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr.port == port:
-                return True
-    return False
-
-
-def _tail(log: str) -> str:
-    return "\n".join(log.splitlines()[-20:])
+            if found.status == psutil.CONN_LISTEN:
+                return int(found.laddr.port)
+    return None

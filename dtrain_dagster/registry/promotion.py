@@ -92,32 +92,56 @@ def compare(trained: Candidate, version: str, own: Path, its: Path) -> Compariso
     mine, champions = _metadata(own), _metadata(its)
     if difference := input_difference(mine, champions):
         return _incomparable(version, difference)
+    data, is_table = trained.data, "task" in mine
     champion = Isolated(folder=its, kind="mlflow", seconds=CHAMPION_SECONDS)
-    if "task" in mine:
-        return _compare_rows(trained, version, champions, champion)
-    shards = trained.data
-    judged = spread_positions(shards.count("test"))
-    positions = spread_positions(len(judged), MAX_WINDOWS)
-    windows, target = shards.gather(shards.end_rows("test", judged[positions]))
-    stored = stored_predictions(trained.rundir, shards, ("mu", "sigma", "nu"))
-    written = {name: values[positions] for name, values in stored.items()}
+    judged = spread_positions(data.count("test"))
+    places = spread_positions(len(judged), MAX_WINDOWS)
     try:
-        forecasts = champion.predict(windows.numpy())
+        found = (_score_rows if is_table else _score_windows)(trained, champion, judged, places)
     except IsolationError as error:
-        return _incomparable(version, f"it could not be loaded: {error}")
-    truth = target.double().numpy()
+        return _incomparable(version, f"it gave no forecasts of these samples: {error}")
+    if found is None:
+        return _incomparable(version, "one of the two forecasts something else than the other")
+    metric, candidates, others = found
+    return Comparison(
+        champion_version=version,
+        metric=metric,
+        candidate=candidates,
+        champion=others,
+        windows=len(places),
+        note=overlap_note(mine, champions, "" if is_table else data.manifest["splits"]["test"]["first"]),
+        unit="rows" if is_table else "windows",
+    )
+
+
+def _score_windows(
+    trained: Candidate, champion: Isolated, judged: NDArray[np.int64], places: NDArray[np.int64]
+) -> tuple[str, float, float] | None:
+    """Return the metric, and the scores of candidate and champion on windows; None where they have none in common."""
+    shards = trained.data
+    windows, target = shards.gather(shards.end_rows("test", judged[places]))
+    stored = stored_predictions(trained.rundir, shards, ("mu", "sigma", "nu"))
+    written = {name: values[places] for name, values in stored.items()}
+    forecasts, truth = champion.predict(windows.numpy()), target.double().numpy()
     for metric, score in (("NLL", _nll), ("squared error", _squared_error)):
         candidates, others = score(written, truth), score(forecasts, truth)
         if candidates is not None and others is not None:
-            return Comparison(
-                champion_version=version,
-                metric=metric,
-                candidate=candidates,
-                champion=others,
-                windows=len(positions),
-                note=overlap_note(champions, shards.manifest["splits"]["test"]["first"]),
-            )
-    return _incomparable(version, "one forecasts a distribution or a point, and the other does neither")
+            return metric, candidates, others
+    return None
+
+
+def _score_rows(
+    trained: Candidate, champion: Isolated, judged: NDArray[np.int64], places: NDArray[np.int64]
+) -> tuple[str, float, float] | None:
+    """Return the same of rows."""
+    data = trained.data
+    other = answers(lambda rows: champion.predict(as_registered(data.spec, rows)), data, judged[places])
+    if trained.forecast is None or other is None:
+        return None
+    scoring, truth = RowScoring(data.spec), data.samples("test", judged[places])[1].numpy()
+    metric = "squared error over variance" if scoring.is_number else "log-loss"
+    scores = [float(scoring.score(each, truth).mean()) for each in (trained.forecast[places], other)]
+    return metric, scores[0], scores[1]
 
 
 def compare_measures(version: str, own: Mapping[str, Any], its: Mapping[str, Any]) -> Comparison:
@@ -138,77 +162,35 @@ def compare_measures(version: str, own: Mapping[str, Any], its: Mapping[str, Any
     )
 
 
-def _compare_rows(trained: Candidate, version: str, its: Mapping[str, Any], champion: Isolated) -> Comparison:
-    data = trained.data
-    judged = spread_positions(data.count("test"))
-    places = spread_positions(len(judged), MAX_WINDOWS)
-    positions = judged[places]
-
-    def ask(rows: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-        return champion.predict(as_registered(data.spec, rows))
-
-    try:
-        other = answers(ask, data, positions)
-    except IsolationError as error:
-        return _incomparable(version, f"it gave no forecasts of these rows: {error}")
-    if trained.forecast is None or other is None:
-        return _incomparable(version, "one of the two forecasts neither classes nor a number")
-    scoring, truth = RowScoring(data.spec), data.samples("test", positions)[1].numpy()
-    foreign = (
-        "the champion was trained on another dataset, which may hold rows that are tested here; then the comparison "
-        "favours it"
-    )
-    return Comparison(
-        champion_version=version,
-        metric="squared error over variance" if scoring.is_number else "log-loss",
-        candidate=float(scoring.score(trained.forecast[places], truth).mean()),
-        champion=float(scoring.score(other, truth).mean()),
-        windows=len(positions),
-        note="" if its.get("dataset_id") == data.spec.dataset_id else foreign,
-        unit="rows",
-    )
-
-
 def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
-    """Return why two models cannot take the same windows or rows or forecast different things; "" where they agree. Two
-    models of tables take rows by the names of the columns: the candidate's have to be those that the champion needs."""
+    """Return why two models cannot take the same windows or rows or forecast different things; "" where they agree, as
+    far as their metadata says. Whether it can take the columns of these rows, a model of a table finds out itself, by
+    its signature."""
     by_name = bool(own.get("inputs"))
     if by_name and not its.get("inputs"):
         return "it was registered by an older version: train and register it again"
     for name in ("window", *(() if by_name else ("features",)), "target", "horizon", "task", "classes"):
         if own.get(name) != its.get(name):
             return f"its {name} is {its.get(name)!r}, not {own.get(name)!r}"
-    known = {column["name"]: column for column in own["inputs"]} if by_name else {}
-    for column in its["inputs"] if by_name else ():
-        mine = known.get(column["name"], {})
-        if not mine and not column["missing"]:
-            return f"it needs the column {column['name']!r}, which these rows do not have"
-        if mine and not _is_taken(mine, column):
-            return f"its column {column['name']!r} is a {_told(column)}, and here a {_told(mine)}"
     return ""
-
-
-def _is_taken(given: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Return whether a model that asks for one column takes another. Pure."""
-    if given["missing"] and not asked["missing"] and asked["type"] != "string":
-        return False
-    return given["type"] == asked["type"] or (given["type"], asked["type"]) == ("integer", "number")
-
-
-def _told(column: Mapping[str, Any]) -> str:
-    return f"{column['type']} that may be missing" if column["missing"] else column["type"]
 
 
 def _incomparable(version: str, why: str) -> Comparison:
     return Comparison(champion_version=version, metric="", candidate=None, champion=None, windows=0, note=why)
 
 
-def overlap_note(its: Mapping[str, Any], test_first: str) -> str:
-    """Return a warning where the champion was fitted or chosen on days that are now tested, else ""."""
+def overlap_note(own: Mapping[str, Any], its: Mapping[str, Any], test_first: str = "") -> str:
+    """Return a warning where the champion was fitted or chosen on days that are now tested, or on another dataset of
+    rows, else "". ``test_first``: the first day that is tested, of windows."""
     seen = its.get("valid_last") or its.get("train_last")
-    if seen is None or str(seen) < test_first:
-        return ""
-    return f"the champion saw days up to {seen} in training or validation, so this comparison favours it"
+    if test_first and seen is not None and str(seen) >= test_first:
+        return f"the champion saw days up to {seen} in training or validation, so this comparison favours it"
+    if not test_first and its.get("dataset_id") != own.get("dataset_id"):
+        return (
+            "the champion was trained on another dataset, which may hold rows that are tested here; then the "
+            "comparison favours it"
+        )
+    return ""
 
 
 def _metadata(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.costs.worth import chance_line
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
 from dtrain_dagster.jobs.progress import REGISTRATION, code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
@@ -29,9 +28,8 @@ from dtrain_dagster.registry.versions import (
     TrainingProvenance,
     model_card,
     read_succeeded,
+    script_card,
 )
-from dtrain_dagster.support.formatting import in_markdown
-from trainer.config import JobConfig
 from trainer.data.manifest import load_manifest
 from trainer.data.sampler import MOST_JUDGED, spread_positions
 from trainer.evaluation.gate import Gate, gate, gate_document, judge_by_measure, score_of
@@ -140,34 +138,6 @@ def provenance_of(
         dagster_run_id=run_id,
         dagster_run_url=run_url,
     )
-
-
-def script_card(
-    name: str,
-    job: JobConfig,
-    result: Mapping[str, Any],
-    evaluation: Mapping[str, Any],
-    made: TrainingProvenance,
-    verdict: Gate,
-) -> str:
-    """Return the card of a script's model in Markdown."""
-    figures = evaluation.get("model") or {}
-    rows = [f"| {in_markdown(key, 100)} | {in_markdown(figures[key], 40)} |" for key in sorted(figures)]
-    took = f"{made.node_hours:.4f} node-hours on {made.nodes} node(s){f' ({made.sku})' if made.sku else ''}"
-    lines = [
-        f"# {name}",
-        f"The model `{in_markdown(job.model.args.get('class', ''), 200)}` of the script "
-        f"`{in_markdown(job.dataset.uri.partition(':')[2], 200)}`, as a program of torch: it takes samples as the "
-        "script's dataset gives them, and returns its outputs as they are.",
-        "## How good it is",
-        f"The gate passed: {chance_line(evaluation)}." if verdict.passed else f"Not passed: {verdict.reasons[0]}.",
-        "\n".join([f"| {evaluation.get('split', 'no')} split | |", "| --- | --- |", *rows]),
-        *(f"- {in_markdown(note)}" for note in evaluation.get("notes") or ()),
-        "## How it was made",
-        f"{result['steps']} steps on {result['world_size']} ranks; {took}; {made.cost_usd}; code {made.code_version}; "
-        f"data `{in_markdown(job.dataset.dataset_id, 200)}`; job `{job.job_id}`.",
-    ]
-    return "\n\n".join(lines) + "\n"
 
 
 FIGURES = ("windows", "days", "first_date", "last_date", "model", "halves", "baselines")

@@ -6,12 +6,11 @@ code of it runs in this process (`trainer.isolation.runner`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ from trainer.isolation.runner import Isolated, IsolationError
 from trainer.model.allowed_factories import STOCK, modules_of_settings, refuse_foreign_factories
 from trainer.rundir import RunDir
 from trainer.runtime.scratch import scratch_folder
-from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 from trainer.storage.regular_files import too_large
 
@@ -42,7 +40,6 @@ FACTORIES = "factories.json"
 """The file beside a packed model that lists the modules its factories may come from (`trainer.model.mlflow_model`)."""
 PROGRAM, EXAMPLE, FACTS = "program.pt2", "example.npz", "program.json"
 """The files of a script's model: a program of torch and some samples, with their digests."""
-_DIGESTS = {PROGRAM: "program_sha256", EXAMPLE: "example_sha256"}
 MOST_BYTES = {
     DESCRIPTION: 1 << 20,
     WEIGHTS: 16 << 30,
@@ -78,6 +75,11 @@ class KeptFile:
     def __del__(self) -> None:
         self._file.close()
 
+    def read(self) -> bytes:
+        """Return the content."""
+        self._file.seek(0)
+        return self._file.read()
+
     def write(self, path: Path) -> None:
         """Copy the content to ``path``."""
         self._file.seek(0)
@@ -94,8 +96,8 @@ class RunModel:
     spec: Any
     """A `trainer.spec.DataSpec` or `RowSpec`; None of a script's model, which is a program: nothing of the script is
     imported (`trainer.model.program`)."""
-    files: Mapping[str, bytes | KeptFile]
-    """Its files by their names; of a dataset's, with the list of modules for its factories."""
+    files: Mapping[str, KeptFile]
+    """Its files by their names."""
     digests: Mapping[str, str]
     """The digests of those files by which it is known again."""
     found: ProgramFiles | None = None
@@ -106,12 +108,11 @@ class RunModel:
         return self.job.model.factory, self.job.loss.factory
 
     def write(self, folder: Path) -> None:
-        """Write its files into a folder."""
-        for name, content in self.files.items():
-            if isinstance(content, bytes):
-                (folder / name).write_bytes(content)
-            else:
-                content.write(folder / name)
+        """Write its files into a folder; those of a dataset's with the list of modules for its factories."""
+        for name, kept in self.files.items():
+            kept.write(folder / name)
+        if self.spec is not None:
+            (folder / FACTORIES).write_text(json.dumps({"modules": list(_modules(self.job))}))
 
     def predict(self, samples: NDArray[Any], seconds: float = ASK_SECONDS) -> dict[str, NDArray[np.float64]]:
         """Return named columns (n,) for windows (n, window, features), rows (n, columns), or samples of a script, from
@@ -161,11 +162,14 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
     """Return the model of a run directory, checked: of the ordered factories, arguments and data, undamaged, and
     unchanged since it was registered. Nothing of it is imported or unpickled. Raise `RunModelError` for a model that
     fails a check, and for a script's that there is none of, with the reason that the nodes gave."""
-    if ordered_job(rundir, order).is_of_script:
-        return _load_program(rundir, order)
     job = ordered_job(rundir, order)
-    text, weights = read(rundir.storage, DESCRIPTION), keep(rundir.storage, WEIGHTS)
-    description = _parsed(text, rundir, DESCRIPTION)
+    model = _load_program(rundir, order) if job.is_of_script else _load_weights(rundir, job)
+    refuse_change(rundir.uri, model.digests, order.registered if order else {})
+    return model
+
+
+def _load_weights(rundir: RunDir, job: JobConfig) -> RunModel:
+    text, description = _read_description(rundir, DESCRIPTION)
     if job.dataset.factory is not None:
         raise RunModelError(
             f"{job.run_dir}: models of datasets of your own are neither registered nor served; use "
@@ -177,12 +181,8 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
         raise RunModelError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:
         raise RunModelError(f"{job.dataset.uri}/manifest.json is damaged: {error!r}") from None
-    for name, wanted in (
-        ("model", plain_order(job.model)),
-        ("loss", plain_order(job.loss)),
-        ("spec", plain_order(spec)),
-    ):
-        if description.get(name) != wanted:
+    for name, part in (("model", job.model), ("loss", job.loss), ("spec", spec)):
+        if description.get(name) != (wanted := plain_order(part)):
             raise RunModelError(
                 f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says {name} = {_shown(description.get(name))}, but "
                 f"{_shown(wanted)} was ordered: it was changed after the training, or written by another or an older "
@@ -193,16 +193,13 @@ def load_run_model(rundir: RunDir, order: Order | None = None) -> RunModel:
             f"{rundir.uri}/{_FOLDER}/{DESCRIPTION} says correction = {_shown(description['correction'])}, which is "
             "not a set of finite numbers; it is not used. Train again, and check who can write there"
         )
-    found = dict(zip(MODEL_DIGESTS, (hashlib.sha256(text).hexdigest(), weights.sha256), strict=True))
-    if description.get("file_sha256") != found["weights_file_sha256"]:
-        raise RunModelError(
-            f"{rundir.uri}/{_FOLDER}/{WEIGHTS} has sha256 {found['weights_file_sha256'][:12]}…, {DESCRIPTION} says "
-            f"{str(description.get('file_sha256'))[:12]}…: it is damaged or was changed; do not use it, train again"
-        )
-    refuse_change(rundir.uri, found, order.digests() if order else {})
-    modules = json.dumps({"modules": list(_modules(job))}).encode()
-    files: dict[str, bytes | KeptFile] = {DESCRIPTION: text, WEIGHTS: weights, FACTORIES: modules}
-    return RunModel(job=job, spec=spec, files=files, digests=found)
+    weights = _keep_stated(rundir, WEIGHTS, description.get("file_sha256"), DESCRIPTION)
+    return RunModel(
+        job=job,
+        spec=spec,
+        files={DESCRIPTION: text, WEIGHTS: weights},
+        digests=dict(zip(MODEL_DIGESTS, (text.sha256, weights.sha256), strict=True)),
+    )
 
 
 def _load_program(rundir: RunDir, order: Order | None) -> RunModel:
@@ -212,33 +209,25 @@ def _load_program(rundir: RunDir, order: Order | None) -> RunModel:
         raise RunModelError(
             f"{rundir.uri}: no such job was ordered from this DTRAIN_HOME, so its program is not run: train from here"
         )
-    text = read(rundir.storage, FACTS)
-    description = _parsed(text, rundir, FACTS)
+    text, description = _read_description(rundir, FACTS)
     if not isinstance(description.get("shape"), list):
         said = str(description.get("error"))[:500]
         raise RunModelError(f"{rundir.uri}: the model could not be exported ({said}): train again")
-    program, example = keep(rundir.storage, PROGRAM), read(rundir.storage, EXAMPLE)
-    found = {_DIGESTS[PROGRAM]: program.sha256, _DIGESTS[EXAMPLE]: hashlib.sha256(example).hexdigest()}
-    for name, digest in found.items():
-        if description.get(name) != digest:
-            raise RunModelError(
-                f"{rundir.uri}/model: {name} is {digest[:12]}…, {FACTS} says {str(description.get(name))[:12]}…: "
-                "it is damaged or was changed; do not use it, train again"
-            )
-    refuse_change(rundir.uri, found, order.registered)
+    program = _keep_stated(rundir, PROGRAM, description.get("program_sha256"), FACTS)
+    example = _keep_stated(rundir, EXAMPLE, description.get("example_sha256"), FACTS)
     try:
-        arrays = read_arrays(example, ("inputs", "outputs"))
+        arrays = read_arrays(example.read(), ("inputs", "outputs"))
     except ArraysError as error:
-        raise RunModelError(f"{rundir.uri}/model/{EXAMPLE} {error}") from None
+        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{EXAMPLE} {error}") from None
     inputs, outputs = arrays["inputs"], arrays["outputs"]
     fits = outputs.ndim == 2 and len(inputs) == len(outputs) > 0
     if not fits or [*inputs.shape[1:]] != description["shape"] or str(inputs.dtype) != description.get("dtype"):
-        raise RunModelError(f"{rundir.uri}/model/{EXAMPLE} is not of the shape that {FACTS} says: train again")
+        raise RunModelError(f"{rundir.uri}/{_FOLDER}/{EXAMPLE} is not of the shape that {FACTS} says: train again")
     return RunModel(
         job=order.job,
         spec=None,
         files={FACTS: text, EXAMPLE: example, PROGRAM: program},
-        digests=found,
+        digests={"program_sha256": program.sha256, "example_sha256": example.sha256},
         found=ProgramFiles(description, inputs, outputs),
     )
 
@@ -253,38 +242,39 @@ def refuse_change(where: str, found: Mapping[str, str], registered: Mapping[str,
             )
 
 
-def read(storage: Storage, name: str) -> bytes:
-    """Return a file of the model. Raise `RunModelError` where it is missing or no regular file."""
-    with _told(storage, name) as path:
-        return storage.read_bounded(path, MOST_BYTES[name])
-
-
-def keep(storage: Storage, name: str) -> KeptFile:
-    """Return a file of any size up to its bound, never held in memory as a whole."""
-    with _told(storage, name) as path, storage.open(path) as file:
-        return KeptFile(file, f"{storage.uri}/{path}", MOST_BYTES[name])
-
-
-@contextlib.contextmanager
-def _told(storage: Storage, name: str) -> Iterator[str]:
-    """Yield the path of a file of the model. Raise `RunModelError` where it is missing or is no regular file."""
-    path = f"{_FOLDER}/{name}"
+def _keep(rundir: RunDir, name: str) -> KeptFile:
+    """Return a file of the model. Raise `RunModelError` where it is missing or is no regular file."""
+    path, storage = f"{_FOLDER}/{name}", rundir.storage
     try:
-        yield path
+        with storage.open(path) as file:
+            return KeptFile(file, f"{storage.uri}/{path}", MOST_BYTES[name])
     except DamagedError as error:  # a pipe, which would be waited for; a link to a device, which never ends
         raise RunModelError(f"{error.where}: {error.what}; the saved model is not used: train again") from None
     except FileNotFoundError:
         raise RunModelError(f"{storage.uri}/{path} is missing: the saved model is incomplete; train again") from None
 
 
-def _parsed(data: bytes, rundir: RunDir, name: str) -> dict[str, Any]:
+def _keep_stated(rundir: RunDir, name: str, sha256: object, said_by: str) -> KeptFile:
+    """Return a file of the model. Raise `RunModelError` as well where it has not the digest that another states."""
+    kept = _keep(rundir, name)
+    if sha256 != kept.sha256:
+        raise RunModelError(
+            f"{rundir.uri}/{_FOLDER}/{name} has sha256 {kept.sha256[:12]}…, {said_by} says {str(sha256)[:12]}…: it is "
+            "damaged or was changed; do not use it, train again"
+        )
+    return kept
+
+
+def _read_description(rundir: RunDir, name: str) -> tuple[KeptFile, dict[str, Any]]:
+    """Return a file of JSON, and its content. Raise `RunModelError` where that is no object."""
+    kept = _keep(rundir, name)
     try:
-        description = json.loads(data)
+        description = json.loads(kept.read())
     except (ValueError, RecursionError) as error:
         raise RunModelError(f"{rundir.uri}/{_FOLDER}/{name} is not JSON: {error}") from None
     if not isinstance(description, dict):
         raise RunModelError(f"{rundir.uri}/{_FOLDER}/{name} holds a {type(description).__name__}, no object")
-    return description
+    return kept, description
 
 
 def _shown(value: Any) -> str:

@@ -223,43 +223,28 @@ def read_predictions(rundir: RunDir, names: Sequence[str]) -> dict[str, NDArray[
     return found
 
 
-def parse_predictions(body: bytes | str) -> list[Any]:
-    """Return the rows of an answer: ``{"predictions": […]}`` of an MLflow server, or the bare list of Azure ML's, which
-    comes as a JSON text inside JSON from some scoring scripts. Raise `AnswerError` for anything else."""
+def read_answer(body: bytes | str, count: int) -> dict[str, NDArray[np.float64]]:
+    """Return column → (count,) of an answer: ``{"predictions": […]}`` of an MLflow server, or the bare list of Azure
+    ML's, which comes as a JSON text inside JSON from some scoring scripts. Raise `AnswerError` for anything else but
+    ``count`` rows of the same named, finite numbers."""
+    import numpy as np
+    import pandas as pd
+
     try:
         value = json.loads(body)
         value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise AnswerError(f"answered with something that is not JSON: {_shown(body)}") from None
-    if isinstance(value, Mapping):
-        value = value.get("predictions")
-    if not isinstance(value, list):
-        raise AnswerError(f"answered without a list of predictions: {_shown(body)}")
-    return value
-
-
-def as_columns(rows: Sequence[Any], count: int) -> dict[str, NDArray[np.float64]]:
-    """Return column → (count,) from rows of named numbers. Raise `AnswerError` for another number of rows, for rows
-    with different columns, and for values that are not finite numbers."""
-    import numpy as np
-
+    rows = value.get("predictions") if isinstance(value, Mapping) else value
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        raise AnswerError(f"answered without a list of rows with named numbers: {_shown(body)}")
     if len(rows) != count:
         raise AnswerError(f"answered {count} windows with {len(rows)} rows")
-    names = list(rows[0]) if isinstance(rows[0], Mapping) else None
-    odd = next((number for number, row in enumerate(rows) if not isinstance(row, Mapping) or list(row) != names), None)
-    if names is None or odd is not None:
-        raise AnswerError(
-            f"answered row {odd or 0} with {_shown(rows[odd or 0])} instead of the columns {names or 'by name'}"
-        )
-    for number, row in enumerate(rows):
-        for name, value in row.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise AnswerError(f"answered {name} of row {number} with {_shown(value)}, which is not a number")
-    columns = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in names}
-    infinite = [name for name, values in columns.items() if not np.isfinite(values).all()]
-    if infinite:
-        raise AnswerError(f"answered with values that are not finite, in {', '.join(infinite)}")
-    return columns
+    table = pd.DataFrame(rows)  # what a row lacks becomes NaN, a column with anything else than numbers no number
+    odd = [name for name in table if table[name].dtype.kind not in "iuf" or not np.isfinite(table[name]).all()]
+    if odd:
+        raise AnswerError(f"answered with values that are not finite numbers, in {', '.join(odd)}: {_shown(rows)}")
+    return {str(name): table[name].to_numpy(np.float64) for name in table}
 
 
 def compare_answers(

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain_dagster.costs.worth import worth_line
+from dtrain_dagster.costs.worth import chance_line, worth_line
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.secrets import redact
 from trainer.config import FactoryConfig, JobConfig
@@ -259,21 +259,17 @@ def model_card(
     """Return the card in Markdown (`card.md.jinja`): what the model is, its data and cost, how good it is, and what it
     cannot do. It is made from the job's files (``result.json``, ``evaluation.json``, the dataset's
     ``manifest.json``)."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters["inert"] = in_markdown
-    template = environment.from_string(resources.files(__package__).joinpath("card.md.jinja").read_text("utf-8"))
     is_table, has_distribution = manifest.get("kind", WINDOWS) == ROWS, evaluation["model"].get("nll") is not None
     names = {
         role: [column["name"] for column in manifest["columns"] if column["role"] == role]
         for role in ("feature", "target")
     }
-    rule = f"{RULE}; {IN_WORDS[ROWS if is_table else WINDOWS]}" if is_table or has_distribution else POINT_RULE
+    judged = {"**this model**": evaluation["model"]}
+    judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}
+    known = {name for figures in judged.values() for name in figures}
     trained = provenance.train_seconds
-    return template.render(
+    return _render(
+        "card.md.jinja",
         name=model_name,
         is_table=is_table,
         has_distribution=has_distribution,
@@ -283,10 +279,11 @@ def model_card(
         classes=", ".join(in_markdown(name, 100) for name in manifest.get("classes", ())),
         model=_shown(job.model),
         loss=_shown(job.loss),
-        rule=rule,
+        rule=f"{RULE}; {IN_WORDS[ROWS if is_table else WINDOWS]}" if is_table or has_distribution else POINT_RULE,
         worth=worth_line(evaluation, provenance.cost_usd_total),
-        scores=scores_table(evaluation, is_table),
-        calibration="" if is_table else _calibration(evaluation.get("calibration") or ()),
+        judged=judged,
+        figures=sorted(known - {"samples"}) if is_table else [name for name in _OF_WINDOWS if name in known],
+        calibration=() if is_table else evaluation.get("calibration") or (),
         warnings=[check["name"] for check in manifest.get("checks", ()) if not check["passed"]],
         train_seconds=result["train_seconds"] if trained is None else trained,
         job=job,
@@ -297,6 +294,40 @@ def model_card(
         source=manifest["source"],
         made=provenance,
     )
+
+
+def script_card(
+    model_name: str,
+    job: JobConfig,
+    result: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    provenance: TrainingProvenance,
+    verdict: Gate,
+) -> str:
+    """Return the card of a script's model in Markdown (`script_card.md.jinja`)."""
+    return _render(
+        "script_card.md.jinja",
+        name=model_name,
+        script=job.dataset.uri.partition(":")[2],
+        chance=chance_line(evaluation),
+        figures=sorted((evaluation.get("model") or {}).items()),
+        job=job,
+        result=result,
+        evaluation=evaluation,
+        verdict=verdict,
+        made=provenance,
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"inert": in_markdown, "figure": _figure}
+    text = resources.files(__package__).joinpath(template).read_text("utf-8")
+    return environment.from_string(text).render(values)
 
 
 def _shown(part: FactoryConfig) -> str:
@@ -310,30 +341,6 @@ _OF_WINDOWS = ("nll", "pinball", "coverage_90", "mse_to_zero", "model_gain_nll",
 """The figures of windows that the card shows; of rows it has all."""
 
 
-def scores_table(evaluation: Mapping[str, Any], is_table: bool) -> str:
-    """Return the table of the figures that the model or a baseline has."""
-    judged = {"**this model**": evaluation["model"]}
-    judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}
-    known = {name for figures in judged.values() for name in figures}
-    names = sorted(known - {"samples"}) if is_table else [name for name in _OF_WINDOWS if name in known]
-    rows = [[who, *(_figure(row.get(name)) for name in names)] for who, row in judged.items()]
-    return _table(["", *(in_markdown(name, 100) for name in names)], rows)
-
-
 def _figure(value: object) -> str:
     """Return a figure that a node has written, to five digits; "–" for what is none."""
     return f"{value:.5g}" if isinstance(value, int | float) and abs(value) < MOST_FIGURE else "–"
-
-
-def _calibration(fifths: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of coverage by fifths of the predicted scale; "" without any."""
-    rows = [
-        [str(row["quintile"]), f"{row['sigma_mean']:.4f}", f"{row['nll']:.4f}", f"{row['coverage_90']:.3f}"]
-        for row in fifths
-    ]
-    return _table(["fifth, calm to stormy", "mean σ", "NLL", "90 % coverage"], rows) if rows else ""
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -21,7 +21,7 @@ from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import endpoint, run_model
 from dtrain_dagster.registry.endpoint import ScoringEndpoint, ServingError
 from dtrain_dagster.registry.run_model import RunModelError, load_run_model
-from dtrain_dagster.registry.smoke_test import AnswerError, as_columns, parse_predictions, read_predictions
+from dtrain_dagster.registry.smoke_test import AnswerError, read_answer, read_predictions
 from dtrain_dagster.registry.versions import open_client, tracking_run
 from harness.tables import copy_tables
 from tests.abuse.hostile_nodes import Marker, Place
@@ -153,13 +153,13 @@ class TestAnswers:
             return ScoringEndpoint(url=f"http://127.0.0.1:{answering(say)}", timeout_seconds=seconds, is_local=True)
 
         with pytest.raises(ServingError, match=r"did not end its answer within 0\.5 s"):
-            asked(slowly, 0.5).predict(np.zeros(1))
+            asked(slowly, 0.5).post(np.zeros(1))
         with pytest.raises(ServingError, match="more than 1,048,576 bytes"):
-            asked(much, 10.0).predict(np.zeros(1))
+            asked(much, 10.0).post(np.zeros(1))
 
     @pytest.mark.parametrize(
         "body", [b"<html>", b"7", b"{}", b'{"predictions": 7}', b"[" * 100_000, b"\xff", b'"\\ud800"']
     )
     def test_one_that_is_none_is_a_failed_check(self, body: bytes) -> None:
         with pytest.raises(AnswerError):
-            as_columns(parse_predictions(body), 1)
+            read_answer(body, 1)

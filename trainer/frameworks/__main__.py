@@ -21,7 +21,7 @@ from trainer.frameworks.child import Child
 from trainer.frameworks.meeting import Meeting, MeetingError
 from trainer.observability.node_presence import record_presence_in
 from trainer.rundir import SCRIPT_FOLDER
-from trainer.runtime.launch import LAUNCH, Launch
+from trainer.runtime.launch import LAUNCH_VARIABLE, Launch
 
 _EPILOG = """
 A cluster of dtrain or torchrun starts this once per process, with torchrun's variables. The exit code is the command's;
@@ -72,7 +72,7 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
     with Meeting(facts, secret, environment) as meeting:
         if framework.runs_once:
             # Variables that name the secret stay out of what a framework's own servers inherit.
-            plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, LAUNCH)}
+            plain = {key: value for key, value in environment.items() if key not in (SECRET_FILE, LAUNCH_VARIABLE)}
             with record_presence_in(environment.get(SCRIPT_FOLDER, ""), facts, environment) as leaving:
                 leaving.code = int(doing.run(facts, meeting, plain, command, secret))
             leave(leaving.code)

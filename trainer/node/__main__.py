@@ -38,7 +38,7 @@ from trainer.node.environment import (
 )
 from trainer.node.line_log import LineLog
 from trainer.node.node_processes import NodeProcesses, header_of, make_node, spawn_process
-from trainer.node.preflight import Judgement, Wanted, judge_node, read_setting
+from trainer.node.preflight import Judgement, NodeNeeds, judge_node, read_setting
 from trainer.node.preflight_measures import Errand, Measuring
 from trainer.rundir import JOB, LAUNCH, LIMIT, LOGS, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
@@ -158,7 +158,7 @@ class NodeAgent:
         found = measuring.result()
         if self.asked:
             return
-        wanted = Wanted(ranks=self.launch["processes_per_node"], gpus=self.launch.get("gpus", 0))
+        wanted = NodeNeeds(ranks=self.launch["processes_per_node"], gpus=self.launch.get("gpus", 0))
         judged = judge_node(found, wanted)
         seconds = max(0.0, self.clock.now() - here.started_at)
         self._tell(log, describe_preflight(judged, seconds))

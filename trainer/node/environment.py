@@ -16,13 +16,13 @@ from trainer.comm.launch_secret import SECRET_FILE
 from trainer.comm.own_address import HOST, LOOPBACK
 from trainer.node.gpus import VISIBLE, share_gpus, visible_gpus
 from trainer.node.processes import MARK
-from trainer.runtime.launch import LAUNCH, ORDER, Launch
+from trainer.runtime.launch import LAUNCH_VARIABLE, ORDER, Launch
 
 PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
 """Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
 """Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint."""
-_OF_A_LAUNCH = (LAUNCH, ORDER, SECRET_FILE)
+_OF_A_LAUNCH = (LAUNCH_VARIABLE, ORDER, SECRET_FILE)
 
 
 class LaunchError(ValueError):

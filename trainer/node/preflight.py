@@ -111,7 +111,7 @@ class CommandEnd:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class NodeNeeds:
     """What a launch wants of a node."""
 
     ranks: int = 1
@@ -185,7 +185,7 @@ def read_setting(text: str) -> tuple[Mode, str]:
     return cast("Mode", mode), command.strip()
 
 
-def judge_node(found: Measured, wanted: Wanted) -> Judgement:
+def judge_node(found: Measured, wanted: NodeNeeds) -> Judgement:
     """Return what of a node fails it, what is only warned of, and what was skipped. Pure."""
     judged = Judgement(skipped=list(found.skipped))
     fail, warn = judged.failed.append, judged.warned.append
@@ -224,7 +224,7 @@ def judge_node(found: Measured, wanted: Wanted) -> Judgement:
     return judged
 
 
-def _judge_gpus(found: Measured, wanted: Wanted, judged: Judgement) -> None:
+def _judge_gpus(found: Measured, wanted: NodeNeeds, judged: Judgement) -> None:
     fail, warn = judged.failed.append, judged.warned.append
     if found.gpus is None:
         return

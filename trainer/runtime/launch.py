@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from trainer.errors import ConfigError
 
-LAUNCH = "DTRAIN_LAUNCH"
+LAUNCH_VARIABLE = "DTRAIN_LAUNCH"
 """Of a `Launch`. Each launch of a job, and each incarnation of a node, has another."""
 ORDER = "DTRAIN_ORDER"
 """Of a `GivenOrder`, which is the same in all launches of a job."""
@@ -55,11 +55,11 @@ class Launch(_Told):
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self:
         """Return the launch of a process with this environment. Raise `ConfigError` for one of another version."""
-        return cls._read(LAUNCH, environment)
+        return cls._read(LAUNCH_VARIABLE, environment)
 
     def variables(self) -> dict[str, str]:
         """Return the variable of a process."""
-        return self._write(LAUNCH)
+        return self._write(LAUNCH_VARIABLE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

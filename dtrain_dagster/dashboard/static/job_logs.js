@@ -1,8 +1,7 @@
-// Logs: the last lines of all nodes or of one, and what is new while one follows.
+// Logs: the last lines of all nodes or of one, again and again while one follows.
 "use strict";
 
-const MOST_SHOWN = 5000;
-const logs = { node: "", cursor: "", follow: true, shown: false, call: null };
+const logs = { node: "", follow: true, shown: false, call: null };
 
 function buildLogs() {
   const part = element("part-logs");
@@ -27,7 +26,7 @@ function buildLogs() {
   lines.setAttribute("aria-label", "lines of the log");
   part.append(card(bar, lines));
   node.addEventListener("change", () => {
-    Object.assign(logs, { node: node.value, cursor: "" });
+    logs.node = node.value;
     setPlace({ node: logs.node });
     pollLogs(true);
   });
@@ -35,7 +34,7 @@ function buildLogs() {
     logs.follow = follow.checked;
     if (logs.follow) pollLogs();
   });
-  // Who scrolls up reads: new lines do not take the place away.
+  // Who scrolls up reads: nothing changes until the end is in sight again.
   lines.addEventListener("scroll", () => {
     logs.atEnd = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 40;
   });
@@ -43,7 +42,7 @@ function buildLogs() {
 
 // Another node's log, from elsewhere on the page.
 function openLogs(node) {
-  Object.assign(logs, { node, cursor: "" });
+  logs.node = node;
   showTab("logs", { node });
   element("tab-logs").focus();
 }
@@ -70,30 +69,24 @@ async function pollLogs(anew) {
   if (!logs.shown || (logs.call && !anew && isSame) || (!logs.follow && !anew && isSame)) return;
   logs.call?.abort(); // of another node
   const call = logs.call = new AbortController();
-  const { node } = logs, first = !logs.cursor;
+  const { node } = logs;
   const box = element("log-lines");
   try {
-    const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${new URLSearchParams({ node, cursor: logs.cursor })}`, call.signal);
+    const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${new URLSearchParams({ node })}`, call.signal);
     if (logs.call !== call) return;
     drawNodes(body.nodes);
-    const stay = isSame && logs.atEnd === false, top = box.scrollTop;
+    if (isSame && logs.atEnd === false) return;
     const made = body.lines.map(lineOf);
-    if (!first) box.append(...(body.is_cut ? [make("div", "gap", "Some lines are left out here: more arrived at once than can be shown.")] : []), ...made);
-    else if (!isSame || box.textContent !== made.map(line => line.textContent).join("")) box.replaceChildren(...made);
-    if (stay) box.scrollTop = top;
-    if (first) logs.cut = body.is_cut;
-    while (box.childElementCount > MOST_SHOWN) {
-      box.firstElementChild.remove();
-      logs.cut = true;
+    if (!isSame || box.textContent !== made.map(line => line.textContent).join("")) {
+      box.replaceChildren(...made);
+      box.scrollTop = box.scrollHeight;
     }
-    if (made.length && !stay) box.scrollTop = box.scrollHeight;
-    Object.assign(logs, { drawn: node, cursor: body.cursor });
-    const number = many(box.childElementCount - box.querySelectorAll(".gap").length);
-    const found = `${number} lines`;
-    element("log-count").textContent = body.nodes.length ? logs.cut ? `the last ${found}; dtrain logs has all` : found : "nothing was printed yet";
+    logs.drawn = node;
+    const found = `${many(made.length)} lines`;
+    element("log-count").textContent = body.nodes.length ? body.is_cut ? `the last ${found}; dtrain logs has all` : found : "nothing was printed yet";
   } catch (error) {
     if (logs.call !== call) return;
-    if (first) box.replaceChildren();
+    if (!isSame) box.replaceChildren();
     element("log-count").textContent = error instanceof Refused ? error.message : "the dashboard's server does not answer";
   } finally {
     if (logs.call === call) logs.call = null;

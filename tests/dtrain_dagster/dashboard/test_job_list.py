@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import requests
-from told_events import HOSTILE, START, hang, told, write_run
+from told_events import HOSTILE, START, told, write_run
 
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.dashboard.failure import end_in_words
-from dtrain_dagster.dashboard.job_board import RECENT_JOBS, JobBoard
+from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.job_index import Listing
 from dtrain_dagster.dashboard.job_list import ROWS, chosen, jobs_page, list_page
 from dtrain_dagster.dashboard.server import build_app
@@ -112,23 +112,6 @@ def test_a_row_has_the_dollars_of_its_nodes_without_those_of_its_probe(tmp_path:
     mine = listed(JobBoard(str(tmp_path), "dedicated"))["mine"]
     assert mine.usd == pytest.approx(9.18, abs=0.01), "three nodes, an hour, 3.06 dollars each"
     assert mine.words == ""
-
-
-def test_a_running_job_says_what_holds_it_up_as_its_page_does(tmp_path: Path):
-    """So do the first of them only: each is held in memory."""
-    rundir = write_run(tmp_path, "live", told(10, slow=1))
-    board = JobBoard(str(tmp_path), "dedicated")
-    assert listed(board)["live"].words.startswith("slow input on rank 1 (node 1), 24% of training time: ")
-    opened = board.open("live", time.time())
-    assert opened is not None
-    rundir.append_events(1, 1, 1, [hang(START + 60)])
-    opened._read_at = -1e9  # time goes by
-    assert listed(board)["live"].words.startswith("hang"), "though rank 0 is silent"
-    for number in range(RECENT_JOBS):
-        write_run(tmp_path, f"more-{number:02d}", told(10))
-    assert [bool(each.words) for each in listed(board).values()].count(True) == RECENT_JOBS
-    RunDir(f"{tmp_path}/live").write_json("status.json", {"state": "cancelled", "started_at": 1.0, "ended_at": 2.0})
-    assert listed(board)["live"].words == "somebody cancelled it"
 
 
 def test_a_page_is_served_once_for_all_and_what_is_hostile_stays_text(tmp_path: Path):

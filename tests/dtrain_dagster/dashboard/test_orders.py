@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 from told_events import told, write_run
 
+from dtrain_dagster.dashboard import orders
 from dtrain_dagster.dashboard.job_board import JobBoard
 from dtrain_dagster.dashboard.log_pages import LogFiles
 from dtrain_dagster.dashboard.orders import (
@@ -23,6 +25,7 @@ from dtrain_dagster.dashboard.orders import (
 )
 from dtrain_dagster.dashboard.server import build_app, is_own_user
 from dtrain_dagster.jobs.orders import ScriptOrder, environment_anywhere, keep_script
+from harness.waiting import until
 from tests.abuse.websites import served
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig
 
@@ -103,7 +106,7 @@ def test_no_other_site_gives_an_order(tmp_path: Path) -> None:
         assert post(url, "mine", "resume", Host="mine.example").status_code == 403
         form = requests.post(f"{url}/jobs/mine/orders", data={"order": "resume"}, timeout=10)
         assert form.status_code == 415, "a form of a website cannot send JSON"
-        assert requests.get(f"{url}/jobs/mine/orders", timeout=10).status_code == 405
+        assert requests.get(f"{url}/jobs/mine/orders", timeout=10).status_code == 404
         refused = post(url, "mine", "resume")
         assert (refused.status_code, "not ordered from this home" in refused.text) == (409, True)
         assert post(url, "nobody", "cancel").status_code == 404
@@ -148,6 +151,21 @@ def test_an_order_is_the_command_that_a_shell_would_give(tmp_path: Path, monkeyp
     assert (last["order"], last["code"]) == ("cancel", 2)
     assert "mine" in last["said"]
     assert "cancel from the dashboard" in next((tmp_path / "audit").iterdir()).read_text()
+
+
+def test_orders_that_have_ended_hold_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "_DTRAIN", "print('done')")
+    monkeypatch.setattr(orders, "MOST_ENDED", 3)
+    desk, before = OrderDesk(tmp_path), psutil.Process().num_fds()
+    for number in range(5):
+        name = f"job-{number}"
+        desk.give(write_run(tmp_path / "jobs", name, told(2)), name, "running", "cancel")
+        until(lambda name=name: desk.describe(name, "running")["last"]["code"] == 0)
+        assert desk.describe(name, "running")["last"]["said"] == "done"
+    assert psutil.Process().num_fds() == before
+    assert [desk.describe(f"job-{number}", "running")["last"] is None for number in range(5)] == [True, True] + [
+        False
+    ] * 3
 
 
 def keep_script_job(home: Path, folder: Path) -> ScriptOrder:

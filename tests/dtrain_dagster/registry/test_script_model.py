@@ -171,7 +171,7 @@ def failed_export(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed_program, "program_sha256 is .* it is damaged or was changed"),
+        (changed_program, r"program\.pt2 has sha256 .* it is damaged or was changed"),
         (changed_shape, "is not of the shape that program.json says"),
         (failed_export, r"could not be exported \(the model cannot be exported\): train again"),
         (lambda folder: (folder / "example.npz").unlink(), r"example\.npz is missing"),

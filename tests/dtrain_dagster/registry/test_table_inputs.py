@@ -4,7 +4,6 @@ numbers and missing values, by the names of the columns."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ import pytest
 from dtrain_dagster.data.rows import RowParams, build_rows
 from dtrain_dagster.registry.endpoint import ScoringEndpoint, check_endpoint
 from dtrain_dagster.registry.local import MLflowRegistry
-from dtrain_dagster.registry.promotion import compare, input_difference
+from dtrain_dagster.registry.promotion import compare
 from dtrain_dagster.registry.smoke_test import Candidate
 from harness.tables import copy_tables
 from tests.abuse.websites import served
@@ -111,30 +110,3 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
     assert compared.note == ""
     logged = (RunDir(run).read_json("evaluation.json") or {})["model"]["log_loss"]
     assert (compared.champion, compared.candidate) == (pytest.approx(logged), pytest.approx(logged))
-
-
-def inputs(**changes: Any) -> dict[str, Any]:
-    columns = {"x": {"type": "number", "missing": False}, "word": {"type": "string", "missing": False}}
-    columns |= changes
-    given = [{"name": name, **column} for name, column in columns.items() if column]
-    return {"task": "binary", "target": "y", "classes": ["a", "b"], "inputs": given}
-
-
-@pytest.mark.parametrize(
-    ("own", "its", "message"),
-    [
-        (inputs(), inputs(), ""),
-        (inputs(x={"type": "integer", "missing": False}), inputs(), ""),
-        (inputs(z={"type": "number", "missing": False}), inputs(), ""),
-        (inputs(), inputs(z={"type": "number", "missing": True}), ""),
-        (inputs(), inputs(z={"type": "number", "missing": False}), "it needs the column 'z'"),
-        (inputs(x={"type": "number", "missing": True}), inputs(), "its column 'x' is a number, and here a number that"),
-        (inputs(x={"type": "datetime", "missing": False}), inputs(), "its column 'x' is a number, and here a datetime"),
-        (inputs(), inputs() | {"classes": ["a", "c"]}, "its classes is"),
-        (inputs(), inputs() | {"inputs": []}, "it was registered by an older version: train and register it again"),
-    ],
-)
-def test_models_of_tables_are_compared_where_the_champion_can_take_the_rows(own: Any, its: Any, message: str) -> None:
-    found = input_difference(own, its)
-    assert found.startswith(message)
-    assert bool(found) == bool(message)

@@ -24,8 +24,8 @@ from trainer.node.preflight import (
     Disk,
     Gpu,
     Measured,
+    NodeNeeds,
     Peer,
-    Wanted,
     bus_of,
     judge_node,
     read_setting,
@@ -118,7 +118,7 @@ def gpu(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_fails_a_node_and_what_is_only_warned_of(changes: dict[str, Any], failed: str, warned: str) -> None:
-    judged = judge_node(replace(HEALTHY, **changes), Wanted(ranks=2, gpus=2))
+    judged = judge_node(replace(HEALTHY, **changes), NodeNeeds(ranks=2, gpus=2))
     for expected, found in ((failed, judged.failed), (warned, judged.warned)):
         assert len(found) == bool(expected), found
         assert expected in "".join(found)
@@ -127,27 +127,27 @@ def test_what_fails_a_node_and_what_is_only_warned_of(changes: dict[str, Any], f
 
 
 def test_what_is_not_known_fails_no_node() -> None:
-    judged = judge_node(Measured(skipped=("GPUs: no driver",), gpus=()), Wanted(ranks=4))
+    judged = judge_node(Measured(skipped=("GPUs: no driver",), gpus=()), NodeNeeds(ranks=4))
     assert (judged.failed, judged.warned, judged.skipped) == ([], [], ["GPUs: no driver"])
-    judged = judge_node(Measured(driver_errors=("GPUs: Driver Not Loaded",), gpus=()), Wanted(ranks=4))
+    judged = judge_node(Measured(driver_errors=("GPUs: Driver Not Loaded",), gpus=()), NodeNeeds(ranks=4))
     assert (judged.failed, judged.skipped) == ([], ["GPUs: Driver Not Loaded"])
-    judged = judge_node(Measured(driver_errors=("GPUs: Driver Not Loaded",), gpus=()), Wanted(gpus=1))
+    judged = judge_node(Measured(driver_errors=("GPUs: Driver Not Loaded",), gpus=()), NodeNeeds(gpus=1))
     assert judged.failed == ["GPUs: Driver Not Loaded", "0 of 1 GPUs are there"]
-    judged = judge_node(Measured(gpus=(H100,)), Wanted(ranks=4))  # they may train on CPUs
+    judged = judge_node(Measured(gpus=(H100,)), NodeNeeds(ranks=4))  # they may train on CPUs
     assert (judged.failed, judged.warned) == ([], ["1 GPUs are there for 4 ranks"])
-    judged = judge_node(Measured(gpus=(Gpu(name="Next Year's", tflops=5.0),)), Wanted())
+    judged = judge_node(Measured(gpus=(Gpu(name="Next Year's", tflops=5.0),)), NodeNeeds())
     assert judged.failed == judged.warned == []
     assert "no figure to compare with" in judged.skipped[0]
 
 
 def test_too_little_room_fails_a_node() -> None:
     found = replace(HEALTHY, memory_bytes=MIB, disks=(Disk(path="/run", free_bytes=MIB),))
-    assert len(judge_node(found, Wanted()).failed) == 2
+    assert len(judge_node(found, NodeNeeds()).failed) == 2
 
 
 def test_a_peer_that_is_reached_clears_the_node_of_one_that_is_not() -> None:
     gone = Peer(address="10.0.0.3", how="unreachable", error="No route to host")
-    judged = judge_node(replace(HEALTHY, peers=(*HEALTHY.peers, gone)), Wanted())
+    judged = judge_node(replace(HEALTHY, peers=(*HEALTHY.peers, gone)), NodeNeeds())
     assert judged.failed == []
     assert "10.0.0.3" in judged.warned[0]
 
@@ -207,7 +207,7 @@ def test_a_gpu_is_asked_by_nvml_and_what_it_does_not_know_is_skipped() -> None:
     told = _ask_gpu(OldGpu(), None, 3, skipped)
     assert skipped == ["GPU 3, remapped rows: Not Supported"]
     assert told["bus"] == "0000:3b:00"
-    judged = judge_node(Measured.of({"gpus": [told]}), Wanted())
+    judged = judge_node(Measured.of({"gpus": [told]}), NodeNeeds())
     about = "GPU 0 (Tesla V100-PCIE-16GB): "
     assert judged.failed == [
         about + "2 uncorrected memory errors",
@@ -326,7 +326,7 @@ def test_a_measuring_is_a_process_of_its_own_of_which_nothing_is_left(tmp_path: 
     measuring = Measuring(Errand(run_dir=str(tmp_path), mode="light", command=command), os.environ)
     while not measuring.is_over():
         time.sleep(0.05)
-    assert judge_node(measuring.result(), Wanted()).why == "the site's own check: broken"
+    assert judge_node(measuring.result(), NodeNeeds()).why == "the site's own check: broken"
     sleeper = int(left.read_text())
     while Path(f"/proc/{sleeper}").exists() and "Z" not in Path(f"/proc/{sleeper}/stat").read_text().split()[2]:
         time.sleep(0.05)

@@ -13,7 +13,7 @@ from trainer.documents.presences import NodePresence, heartbeat_seconds, stale_s
 from trainer.observability import node_presence as presences
 from trainer.observability.node_presence import PresenceRecorder, record_presence, write_last_presence
 from trainer.rundir import RunDir
-from trainer.runtime.launch import LAUNCH, Launch
+from trainer.runtime.launch import LAUNCH_VARIABLE, Launch
 from trainer.storage.open import open_storage
 
 TOLD = Launch(number=3, records_presence=True).variables()
@@ -78,7 +78,7 @@ def test_a_node_that_is_there_says_so_again_and_again(job: JobConfig, monkeypatc
         {**NODE, **Launch(number=3).variables()},
         {**NODE, "LOCAL_RANK": "1"},
         {**NODE, "RANK": "nonsense"},
-        {**NODE, LAUNCH: "3"},
+        {**NODE, LAUNCH_VARIABLE: "3"},
     ],
     ids=["by itself", "not asked", "another of the node", "what the trainer refuses", "a launch of another version"],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.runtime.launch import LAUNCH, ORDER, GivenOrder, Launch, with_order
+from trainer.runtime.launch import LAUNCH_VARIABLE, ORDER, GivenOrder, Launch, with_order
 
 
 def test_what_is_told_arrives_and_an_order_keeps_what_others_have_said():
@@ -17,6 +17,6 @@ def test_what_is_told_arrives_and_an_order_keeps_what_others_have_said():
 
 @pytest.mark.parametrize("text", ["1", "[]", "yes", '{"of_a_later_version": 1}'])
 def test_what_another_version_has_set_is_refused_with_the_remedy(text: str):
-    for kind, name in ((Launch, LAUNCH), (GivenOrder, ORDER)):
+    for kind, name in ((Launch, LAUNCH_VARIABLE), (GivenOrder, ORDER)):
         with pytest.raises(ConfigError, match=f"{name}=.*start the job again"):
             kind.read({name: text})
