@@ -19,7 +19,7 @@ from typing import Any
 from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
-from dtrain_dagster.clusters.notices import RETRIES, Wanted, notice_addresses, tell
+from dtrain_dagster.clusters.notices import RETRIES, Announcement, notice_addresses, tell
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
 from dtrain_dagster.clusters.supervision.placer import Placer, say
 from dtrain_dagster.clusters.supervision.settle import outlives_supervisor
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         say(str(error))
         return UNUSABLE
 
-    def announce(news: Wanted, launch: int) -> None:
+    def announce(news: Announcement, launch: int) -> None:
         """Have people told, on a thread: the nodes are watched meanwhile."""
         threading.Thread(target=tell, args=(rundir, news, launch, RETRIES)).start()
 

@@ -264,9 +264,6 @@ def model_card(
         role: [column["name"] for column in manifest["columns"] if column["role"] == role]
         for role in ("feature", "target")
     }
-    judged = {"**this model**": evaluation["model"]}
-    judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}
-    known = {name for figures in judged.values() for name in figures}
     trained = provenance.train_seconds
     return _render(
         "card.md.jinja",
@@ -281,8 +278,7 @@ def model_card(
         loss=_shown(job.loss),
         rule=f"{RULE}; {IN_WORDS[ROWS if is_table else WINDOWS]}" if is_table or has_distribution else POINT_RULE,
         worth=worth_line(evaluation, provenance.cost_usd_total),
-        judged=judged,
-        figures=sorted(known - {"samples"}) if is_table else [name for name in _OF_WINDOWS if name in known],
+        scores=scores_table(evaluation, is_table),
         calibration=() if is_table else evaluation.get("calibration") or (),
         warnings=[check["name"] for check in manifest.get("checks", ()) if not check["passed"]],
         train_seconds=result["train_seconds"] if trained is None else trained,
@@ -325,7 +321,7 @@ def _render(template: str, **values: Any) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"inert": in_markdown, "figure": _figure}
+    environment.filters["inert"] = in_markdown
     text = resources.files(__package__).joinpath(template).read_text("utf-8")
     return environment.from_string(text).render(values)
 
@@ -339,6 +335,17 @@ MOST_FIGURE = 1e300
 """A whole number in JSON may be too large for a float; no score is near this."""
 _OF_WINDOWS = ("nll", "pinball", "coverage_90", "mse_to_zero", "model_gain_nll", "model_gain_t")
 """The figures of windows that the card shows; of rows it has all."""
+
+
+def scores_table(evaluation: Mapping[str, Any], is_table: bool) -> str:
+    """Return the table of the figures that the model or a baseline has, in Markdown."""
+    judged = {"**this model**": evaluation["model"]}
+    judged |= {in_markdown(name, 100): row for name, row in evaluation["baselines"].items()}
+    known = {name for figures in judged.values() for name in figures}
+    names = sorted(known - {"samples"}) if is_table else [name for name in _OF_WINDOWS if name in known]
+    rows = [["", *(in_markdown(name, 100) for name in names)], ["---"] * (len(names) + 1)]
+    rows += [[who, *(_figure(figures.get(name)) for name in names)] for who, figures in judged.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _figure(value: object) -> str:

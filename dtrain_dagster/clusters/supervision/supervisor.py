@@ -25,7 +25,7 @@ from dtrain_dagster.clusters.exit_policy import (
     exit_code,
     is_failure,
 )
-from dtrain_dagster.clusters.notices import WAIT_SECONDS, Wanted, describe_kept
+from dtrain_dagster.clusters.notices import WAIT_SECONDS, Announcement, describe_kept
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
 from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
@@ -47,7 +47,7 @@ class Supervisor:
     """The supervisor of one job: it decides when its nodes are started, replaced and ended."""
 
     def __init__(
-        self, rundir: RunDir, placer: Placer, clock: SteadyClock, announce: Callable[[Wanted, int], object]
+        self, rundir: RunDir, placer: Placer, clock: SteadyClock, announce: Callable[[Announcement, int], object]
     ) -> None:
         """``announce``: has people told this of a launch, and returns at once."""
         self.cancelled = False

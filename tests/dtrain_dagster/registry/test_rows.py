@@ -17,8 +17,7 @@ import pytest
 from dtrain_dagster.registry.endpoint import _payload, _text_of_date, listening_port
 from dtrain_dagster.registry.registration import EvaluationError, judge_again
 from dtrain_dagster.registry.smoke_test import Candidate, compare_answers
-from dtrain_dagster.registry.versions import model_card
-from tests.dtrain_dagster.registry.test_registry import PROVENANCE
+from dtrain_dagster.registry.versions import scores_table
 from tests.kinds import build_table, table
 from trainer.config import parse_job
 from trainer.engine.run_job import run_job
@@ -132,13 +131,9 @@ def test_a_server_is_asked_only_where_it_listens_itself() -> None:
         other.kill()
 
 
-def test_names_and_figures_that_a_node_wrote_are_text_of_a_table(classes: Trained) -> None:
-    said = classes.run_dir.read_json("evaluation.json") or {}
-    said["model"] = {"rmse": 1.23456789, "![x](http://evil/p)": 1, "huge": 10**400}
-    job, result = classes.run_dir.read_job(), classes.run_dir.read_json("result.json") or {}
-    manifest = json.loads(Path(classes.dataset, "manifest.json").read_text())
-    text = model_card("m", job, result, said, manifest, PROVENANCE, gate(said))
-    [row] = [line for line in text.splitlines() if line.startswith("| **this model** |")]
-    assert " 1.2346 |" in row
-    assert " – |" in row
+def test_names_and_figures_that_a_node_wrote_are_text_of_a_table() -> None:
+    figures = {"rmse": 1.23456789, "![x](http://evil/p)": 1, "huge": 10**400}
+    text = scores_table({"model": figures, "baselines": {}}, is_table=True)
+    assert "1.2346" in text
     assert "![x]" not in text
+    assert text.splitlines()[-1].count("–") == 1
