@@ -2,7 +2,7 @@
 
 From *Materialize* to a node's first step: `pipelines.build_graph` builds the assets and their checks, one module of
 `assets` each. The body of `assets.training` asks `assets.cluster_run` for nodes and leave to spend, chooses or starts
-the job with `jobs.progress`, which hands it to the cluster's manager. That of Azure ML orders nodes of the service; the
+the job with `jobs.start`, which hands it to the cluster's manager. That of Azure ML orders nodes of the service; the
 others (`clusters.managers`) start a supervisor, the process `clusters.supervise`, and its placer starts the nodes.
 
 A further cluster is an engine in `clusters` and a line in `clusters.managers`, `settings.cluster_kinds` and

@@ -23,7 +23,7 @@ from dtrain_dagster.costs.prices import PriceError
 from dtrain_dagster.costs.tracker import CostTracker, overrun
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.data.build_once import BuiltDataset
-from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.jobs.start import code_version
 from dtrain_dagster.monitoring.windows import COMMUNICATION_LIMIT, settled, shares, windows, with_own_cores
 from dtrain_dagster.planning.evidence import latest_score, past_scores
 from dtrain_dagster.planning.projection import THRESHOLDS

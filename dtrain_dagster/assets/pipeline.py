@@ -16,7 +16,7 @@ from pydantic import create_model
 
 from dtrain_dagster.assets.common import OWNERS, LaunchpadOptions
 from dtrain_dagster.data import prices, sharding
-from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.jobs.start import code_version
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 
 STUDIES = "studies"

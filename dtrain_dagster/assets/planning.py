@@ -27,8 +27,8 @@ from dtrain_dagster.assets.plan_page import plan_page
 from dtrain_dagster.costs.estimate import estimate_forecast
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
-from dtrain_dagster.jobs.progress import BudgetSpentError
 from dtrain_dagster.jobs.spending import Wanted
+from dtrain_dagster.jobs.start import BudgetSpentError
 from dtrain_dagster.planning.build_plan import (
     Limits,
     PlannedJob,

@@ -24,15 +24,9 @@ from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import source_tags
-from dtrain_dagster.jobs.progress import (
-    CLAIM,
-    BudgetSpentError,
-    choose_job,
-    code_version,
-    known_jobs,
-    start_job,
-)
+from dtrain_dagster.jobs.progress import CLAIM, choose_job, known_jobs
 from dtrain_dagster.jobs.spending import Wanted, note_attached
+from dtrain_dagster.jobs.start import BudgetSpentError, code_version, start_job
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.planning.build_plan import Limits, estimate_on, explain_excess
 from dtrain_dagster.planning.evidence import take_charges

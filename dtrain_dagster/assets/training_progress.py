@@ -16,7 +16,8 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSta
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
-from dtrain_dagster.jobs.progress import WaitNews, describe_wait, follow_job, ran_out
+from dtrain_dagster.jobs.progress import WaitNews, describe_wait, follow_job
+from dtrain_dagster.jobs.start import ran_out
 from dtrain_dagster.jobs.totals import sum_launches
 from dtrain_dagster.jobs.view import RESUMED, JobView
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS

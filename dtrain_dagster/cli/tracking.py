@@ -27,7 +27,8 @@ from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.dashboard.page import write_report
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.jobs.orders import source_tags
-from dtrain_dagster.jobs.progress import REGISTRATION, code_version
+from dtrain_dagster.jobs.progress import REGISTRATION
+from dtrain_dagster.jobs.start import code_version
 from dtrain_dagster.jobs.totals import cost_of
 from dtrain_dagster.registry.run_record import (
     RunGroup,

@@ -62,7 +62,7 @@ from dtrain_dagster.cli.tracking import (
     try_to_register,
     unregistered_job,
 )
-from dtrain_dagster.jobs.progress import spec_of, start_job
+from dtrain_dagster.jobs.start import spec_of, start_job
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable
 from trainer.config import ConfigError, JobConfig

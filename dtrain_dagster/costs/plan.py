@@ -42,7 +42,7 @@ class TrainingPlan:
     """The plan that `trained_checkpoint` carries out."""
 
     fingerprint: str
-    """Digest of everything that decides the trained weights, see `dtrain_dagster.jobs.progress.fingerprint`."""
+    """Digest of everything that decides the trained weights, see `dtrain_dagster.jobs.start.fingerprint`."""
     job: dict[str, Any]
     """The `SECTIONS` of ``job.json``; and where a script trains, ``script``, see `dtrain_dagster.jobs.script_job`."""
     sku: str

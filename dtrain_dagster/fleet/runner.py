@@ -25,7 +25,7 @@ from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetSt
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
 from dtrain_dagster.fleet.source import JobSource
-from dtrain_dagster.jobs.progress import ran_out, start_job
+from dtrain_dagster.jobs.start import ran_out, start_job
 from dtrain_dagster.jobs.view import JobFollower
 from dtrain_dagster.planning.projection import count_nodes, time_left
 from dtrain_dagster.settings.cluster_kinds import Tier

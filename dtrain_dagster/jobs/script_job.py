@@ -1,6 +1,6 @@
 """The training of a script that calls `trainer.Trainer.fit`: found out by running the script up to that call.
 
-Starting it belongs to `progress.start_job`, and what a command or an asset makes of it to these.
+Starting it belongs to `jobs.start`, and what a command or an asset makes of it to these.
 """
 
 from __future__ import annotations

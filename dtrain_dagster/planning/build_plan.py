@@ -35,8 +35,8 @@ from dtrain_dagster.costs.prices import (
     price_of,
     price_words,
 )
-from dtrain_dagster.jobs.progress import fingerprint
 from dtrain_dagster.jobs.script_job import ScriptJob
+from dtrain_dagster.jobs.start import fingerprint
 from dtrain_dagster.settings.cluster_kinds import TIERS, ClusterKind, Tier, tier_in_words
 from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
@@ -60,7 +60,7 @@ class PlannedJob:
     job: JobConfig
     sizes: Sizes
     fingerprint: str
-    """Digest of everything that decides the result, see `dtrain_dagster.jobs.progress.fingerprint`."""
+    """Digest of everything that decides the result, see `dtrain_dagster.jobs.start.fingerprint`."""
     pace: str
     """Digest of everything that decides the duration of a step, see `pace_mark`."""
     price: SkuPrice

@@ -36,7 +36,8 @@ from dtrain_dagster.costs.plan import PLAN, ProbeCharge
 from dtrain_dagster.costs.prices import SkuPrice, hardware_of
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.jobs.orders import latest_orders
-from dtrain_dagster.jobs.progress import BudgetSpentError, WaitNews, follow_job, ran_out, start_job
+from dtrain_dagster.jobs.progress import WaitNews, follow_job
+from dtrain_dagster.jobs.start import BudgetSpentError, ran_out, start_job
 from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS, settled, shares, windows
 from dtrain_dagster.planning.build_plan import Limits, PlannedJob, pace_mark
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.jobs.orders import MODEL_DIGESTS, keep_registration, order_of
-from dtrain_dagster.jobs.progress import REGISTRATION, code_version
+from dtrain_dagster.jobs.progress import REGISTRATION
+from dtrain_dagster.jobs.start import code_version
 from dtrain_dagster.jobs.totals import read_phase_totals, sum_launches
 from dtrain_dagster.registry.base import Registry
 from dtrain_dagster.registry.promotion import AliasDecision, choose_alias

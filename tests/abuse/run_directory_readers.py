@@ -28,7 +28,8 @@ from dtrain_dagster.dashboard.metrics import exposition
 from dtrain_dagster.dashboard.page import report_page
 from dtrain_dagster.fleet.jobs import FleetJob, Standing
 from dtrain_dagster.fleet.runner import explain_launch_end
-from dtrain_dagster.jobs.progress import choose_job, known_jobs, ran_out
+from dtrain_dagster.jobs.progress import choose_job, known_jobs
+from dtrain_dagster.jobs.start import ran_out
 from dtrain_dagster.jobs.view import last_step
 from dtrain_dagster.planning.evidence import HomeHistory, JobCourse, payer_of
 from dtrain_dagster.sensors.cost_overrun import recent_events

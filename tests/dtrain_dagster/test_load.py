@@ -15,7 +15,8 @@ from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.clusters.supervision.submit import LaunchSettings
 from dtrain_dagster.costs.money import SECOND
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.jobs.progress import follow_job, start_job
+from dtrain_dagster.jobs.progress import follow_job
+from dtrain_dagster.jobs.start import start_job
 from harness.small_job import write_dataset
 from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, TrackingConfig
 from trainer.engine.finalize import MODEL, WEIGHTS

@@ -28,7 +28,7 @@ from dtrain_dagster.clusters.base import JobSpec, JobState, JobStatus
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.jobs.orders import order_of
-from dtrain_dagster.jobs.progress import BudgetSpentError, fingerprint, start_job
+from dtrain_dagster.jobs.start import BudgetSpentError, fingerprint, start_job
 from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
 from harness.small_job import write_dataset

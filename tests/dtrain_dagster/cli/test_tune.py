@@ -21,7 +21,7 @@ from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
 from dtrain_dagster.cli.job_options import job_of_options, stated_fields
 from dtrain_dagster.cli.tune import summary
 from dtrain_dagster.data.build_once import BuiltDataset
-from dtrain_dagster.jobs.progress import fingerprint
+from dtrain_dagster.jobs.start import fingerprint
 from dtrain_dagster.planning.tuned_settings import Tuned
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings

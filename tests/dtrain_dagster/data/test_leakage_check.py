@@ -24,7 +24,7 @@ from dtrain_dagster.data.leakage_check import (
     run_leakage_checks,
     shuffle_labels,
 )
-from dtrain_dagster.jobs.progress import code_version
+from dtrain_dagster.jobs.start import code_version
 from tests.dtrain_dagster.data.price_files import Panel
 from tests.trainer.market import Market
 

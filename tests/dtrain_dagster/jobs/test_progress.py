@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.jobs.progress import KnownJob, choose_job, fingerprint
+from dtrain_dagster.jobs.progress import KnownJob, choose_job
+from dtrain_dagster.jobs.start import fingerprint
 from dtrain_dagster.jobs.view import JobView, fold
 from dtrain_dagster.support.user_code import digest_user_code, stage_for_nodes
 from trainer.config import DatasetRef, JobConfig

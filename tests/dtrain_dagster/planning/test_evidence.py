@@ -25,7 +25,7 @@ from dtrain_dagster.costs.plan import PLAN, TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.orders import keep_order
-from dtrain_dagster.jobs.progress import fingerprint
+from dtrain_dagster.jobs.start import fingerprint
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.evidence import (
     MOST_READ,
