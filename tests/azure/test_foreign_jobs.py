@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml.jobs import list_every_job, read_listed_job, tags
+from dtrain_dagster.clusters.azure_ml.jobs import read_job, tags
 from dtrain_dagster.clusters.base import JobState
 from harness.azure.emulator.foreign_jobs import FOREIGN, foreign_jobs
 from harness.azure.emulator.system_marks import TAGS
@@ -22,7 +22,7 @@ def test_jobs_of_every_kind_are_listed_beside_ours_and_a_copy_of_ours_is_not_our
 
     manager, spec = stage.run(FOREVER)
     name, record = f"{spec.job_id}-l1", manager._record(spec.job_id) or {}
-    listed = {job.name: job for job in list_every_job(manager.service)}
+    listed = {job.name: job for job in manager.jobs.every_job()}
     theirs = {name for name in listed if name.startswith(FOREIGN)}
     assert theirs == {job["name"] for job in foreign_jobs(0.0)}
     assert dict(listed[name].tags) == {**tags(record), **TAGS}
@@ -51,12 +51,7 @@ def test_jobs_of_every_kind_are_listed_beside_ours_and_a_copy_of_ours_is_not_our
     manager.service.ml.jobs.begin_cancel(copied).wait()
 
 
-@pytest.mark.parametrize("properties", [None, "absent"])
-def test_a_job_without_properties_is_read_as_empty(properties: Any) -> None:
-    class Bare:
-        name = "child"
-
-    if properties is None:
-        Bare.properties = None  # type: ignore[attr-defined]
-    found = read_listed_job(Bare())
-    assert (found.name, found.status, found.tags, found.compute) == ("child", "Unknown", {}, "")
+@pytest.mark.parametrize("found", [{"name": "child"}, {"name": "child", "properties": None}])
+def test_a_job_without_properties_is_read_as_empty(found: dict[str, Any]) -> None:
+    job = read_job(found)
+    assert (job.name, job.status, job.tags, job.compute) == ("child", "Unknown", {}, "")

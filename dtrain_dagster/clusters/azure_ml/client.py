@@ -7,10 +7,13 @@ Every request made here can be repeated: names make it so.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dtrain_dagster.clusters.azure_ml.refusals import (
@@ -30,12 +33,16 @@ from trainer.runtime.retry import PASSING_STATUSES, RetryPolicy, retry_after_sec
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
+    from azure.core import PipelineClient
 
 T = TypeVar("T")
 
 RETRIES = RetryPolicy(first_pause_seconds=0.5, longest_pause_seconds=30.0, jitter=0.3, log_level=logging.WARNING)
 """Policy of retries, until the caller's patience is over."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
+API_VERSION = "2024-04-01"
+"""Version of Azure ML's interface in which documents are read."""
+PUBLIC_CLOUD = "https://management.azure.com"
 CHANGES = ("PUT", "POST", "PATCH", "DELETE")
 ROLE_REMEDY = "The identity lacks a role: deploy/azure lists what each one needs"
 REQUEST_ID = "x-ms-request-id"
@@ -92,7 +99,11 @@ class ScopeMissing(ServiceUnreachable):
 
 
 class Service:
-    """The access to one workspace. No request is made until `ml` or `call` is used."""
+    """The access to one workspace. No request is made until `ml`, `read` or `call` is used.
+
+    What changes something goes through the SDK (`ml`). Documents are read as the service sends them (`read`): the SDK's
+    own types drop errors and states of computes, and it fails at jobs and computes of kinds that it does not know.
+    """
 
     def __init__(self, options: AzureMLOptions) -> None:
         self.options = options
@@ -143,15 +154,13 @@ class Service:
         the workspace, `ServiceRefused` or `NotFound` where the service refuses."""
         patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
         try:
-            found = replace(RETRIES, deadline_seconds=patience).call(
+            return replace(RETRIES, deadline_seconds=patience).call(
                 what,
                 ask,
                 lambda error: not isinstance(error, ClusterError) and self._may_pass(what, error),
                 asked_seconds=asked_pause,
                 describe=words,
             )
-            self._has_answered = self._has_answered or self._client is not None
-            return found
         except ClusterError:
             raise
         except Exception as error:
@@ -159,6 +168,58 @@ class Service:
                 raise self._explain(what, error) from error
             message = f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
             raise ServiceUnreachable.of(message, error) from error
+
+    def read(
+        self, what: str, path: str, patience_seconds: float | None = None, version: str = API_VERSION, **how: str
+    ) -> dict[str, Any]:
+        """Return a document of the Resource Manager as JSON has it, by its path. ``how``: the ``method``, if not GET,
+        and parameters of the query. Raise as `call` does."""
+        from azure.core.rest import HttpRequest
+
+        method, query = how.pop("method", "GET"), {"api-version": version} if version else {}
+
+        def ask() -> dict[str, Any]:
+            request = HttpRequest(method, f"{self.address}{path}", params={**query, **how})
+            answer = self._pipeline.send_request(request)
+            answer.raise_for_status()
+            found: dict[str, Any] = answer.json()
+            return found
+
+        found = self.call(what, ask, patience_seconds)
+        self._has_answered = self._has_answered or path.startswith(self.options.workspace_id)
+        return found
+
+    def read_all(
+        self, what: str, path: str, patience_seconds: float | None = None, version: str = API_VERSION, **how: str
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the items of a list, page by page; see `read`."""
+        while path:
+            page = self.read(what, path, patience_seconds, version, **how)
+            yield from page.get("value") or page.get("nodes") or ()
+            path, version = str(page.get("nextLink") or "").removeprefix(self.address), ""
+            how = {name: value for name, value in how.items() if name == "method"}  # the link has the query
+
+    @cached_property
+    def address(self) -> str:
+        """The address of the Resource Manager: of the public cloud, or of the one that `ARM_CLOUD_METADATA_URL`
+        describes."""
+        import requests
+
+        if metadata := os.environ.get("ARM_CLOUD_METADATA_URL"):
+            clouds = requests.get(metadata, timeout=CONNECT_SECONDS).json()
+            addresses = (cloud["resourceManager"].rstrip("/") for cloud in clouds)
+            return next((address for address in addresses if address in metadata), PUBLIC_CLOUD)
+        return PUBLIC_CLOUD
+
+    @cached_property
+    def _pipeline(self) -> PipelineClient[Any, Any]:
+        from azure.core import PipelineClient
+        from azure.core.pipeline.policies import BearerTokenCredentialPolicy
+        from azure.core.pipeline.transport import RequestsTransport
+
+        policy = BearerTokenCredentialPolicy(self.credential, f"{self.address}/.default")
+        transport = RequestsTransport(connection_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS)
+        return PipelineClient(self.address, policies=[policy], transport=transport)
 
     def _may_pass(self, what: str, error: BaseException) -> bool:
         """Return whether to ask again. A workspace that has answered before is there, whatever one answer says."""
@@ -198,7 +259,7 @@ def passes(error: BaseException) -> bool:
 
     lost = (core.ServiceRequestError, core.ServiceResponseError, core.IncompleteReadError, core.DecodeError)
     for item in error_chain(error):
-        if isinstance(item, (*lost, http.ConnectionError, http.Timeout)):
+        if isinstance(item, (*lost, http.ConnectionError, http.Timeout, json.JSONDecodeError)):
             return True
         if isinstance(item, core.HttpResponseError) and item.status_code is not None:
             # A private workspace also answers 502 to a caller from outside, for as long as it is asked.
@@ -211,10 +272,11 @@ def explain_refusal(what: str, error: BaseException) -> ServiceRefused:
     from azure.core.exceptions import ClientAuthenticationError
 
     code, status, reason = code_of(error), status_of(error), words(error)
+    has_no_token = status is None and any(isinstance(item, ClientAuthenticationError) for item in error_chain(error))
     message = f"{what}: {reason}"
     if is_network_refusal(code, reason):  # first: it comes with the status of each of the others
         message += f". {NETWORK_REMEDY[0].upper()}{NETWORK_REMEDY[1:]}"
-    elif any(isinstance(item, ClientAuthenticationError) for item in error_chain(error)) and status in (None, 401):
+    elif has_no_token or status == 401:
         message = (
             f"{what}: no identity that Azure accepts. Give this machine a managed identity, or run `az login`; "
             f"DefaultAzureCredential says: {reason}"

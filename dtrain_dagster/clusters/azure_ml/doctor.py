@@ -14,11 +14,8 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
-
-import requests
 
 from dtrain_dagster.clusters.azure_ml.client import NotFound, ScopeMissing, Service, ServiceError, words
 from dtrain_dagster.clusters.azure_ml.provision import Provisioner
@@ -57,8 +54,6 @@ SIZES_REMEDY = (
     f"(DTRAIN_AZURE_CHAIN; DTRAIN_TIER, for Spot's quota: {SPOT_QUOTA})"
 )
 SIGN_IN_REMEDY = "`az login`; on a machine of Azure's a managed identity, with AZURE_CLIENT_ID set to its client id"
-ANSWER_SECONDS = 20.0
-PUBLIC_CLOUD = "https://management.azure.com"
 _NAMED_BY = {"identity": "DTRAIN_AZURE_IDENTITY", "network": "DTRAIN_AZURE_SUBNET", "images": "DTRAIN_AZURE_IMAGE"}
 """What is looked at → the setting that names it."""
 
@@ -177,7 +172,7 @@ class Doctor:
 
     def _sign_in(self) -> DoctorLine:
         try:
-            token = str(self.service.credential.get_token(f"{self._cloud}/.default").token)
+            token = str(self.service.credential.get_token(f"{self.service.address}/.default").token)
         except Exception as error:  # whatever a credential of the chain raises
             return DoctorLine("identity", "missing", f"no token for Azure: {words(error)}", SIGN_IN_REMEDY)
         try:  # unchecked: it is our own
@@ -197,13 +192,9 @@ class Doctor:
         yield judged("workspace", state == "Succeeded", f"its state is {state}", "wait, or deploy it again")
 
     def _roles(self) -> Iterator[DoctorLine]:
-        page = f"{self.options.workspace_id}/providers/Microsoft.Authorization/permissions"
-        query, found = "2022-04-01", list[Document]()
+        path = f"{self.options.workspace_id}/providers/Microsoft.Authorization/permissions"
         try:
-            while page:
-                document = self._document(page, query)
-                found += document.get("value") or []
-                page, query = str(document.get("nextLink") or "").removeprefix(self._cloud), ""
+            found = list(self.service.read_all(f"read {path}", path, self.options.look_patience_seconds, "2022-04-01"))
         except (NotFound, ScopeMissing):  # of a workspace that is not there, as its line says
             return
         except ServiceError as error:
@@ -277,29 +268,5 @@ class Doctor:
         found = self._document(self.options.subnet, "2024-05-01")
         yield DoctorLine("network", "ok", f"subnet {found.get('name')} is there")
 
-    @cached_property
-    def _cloud(self) -> str:
-        """The address of the Resource Manager: of the public cloud, or of the one that `ARM_CLOUD_METADATA_URL`
-        describes."""
-        if metadata := os.environ.get("ARM_CLOUD_METADATA_URL"):
-            clouds = requests.get(metadata, timeout=ANSWER_SECONDS).json()
-            addresses = (cloud["resourceManager"].rstrip("/") for cloud in clouds)
-            return next((address for address in addresses if address in metadata), PUBLIC_CLOUD)
-        return PUBLIC_CLOUD
-
-    def _document(self, path: str, version: str) -> Any:
-        """Return a document of the Resource Manager by its path. Raise `ServiceError`."""
-        from azure.core import PipelineClient
-        from azure.core.pipeline.policies import BearerTokenCredentialPolicy
-        from azure.core.rest import HttpRequest
-
-        policy = BearerTokenCredentialPolicy(self.service.credential, f"{self._cloud}/.default")
-        request = HttpRequest("GET", f"{self._cloud}{path}", params={"api-version": version} if version else None)
-
-        def ask() -> Any:
-            with PipelineClient[Any, Any](self._cloud, policies=[policy]) as client:
-                answer = client.send_request(request, connection_timeout=10, read_timeout=ANSWER_SECONDS)
-                answer.raise_for_status()
-                return answer.json()
-
-        return self.service.call(f"read {path}", ask, self.options.look_patience_seconds)
+    def _document(self, path: str, version: str) -> dict[str, Any]:
+        return self.service.read(f"read {path}", path, self.options.look_patience_seconds, version)

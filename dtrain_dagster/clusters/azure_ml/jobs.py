@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import secrets
@@ -11,7 +10,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -69,7 +68,7 @@ class Jobs:
         """Return the job, None where the service says of this very job that there is none, which may be wrong for a
         while. Raise `ServiceError` if that cannot be determined."""
         try:
-            found = self.service.call(f"look at job {name}", lambda: self.service.ml.jobs.get(name), patience_seconds)
+            found = self.service.read(f"look at job {name}", f"{self._path}/{name}", patience_seconds)
         except NotFound as error:
             if not error.is_about(name):
                 raise
@@ -122,7 +121,7 @@ class Jobs:
                 made = self.service.call(
                     f"submit job {record['job_name']}", lambda: self.service.ml.jobs.create_or_update(job)
                 )
-        return read_job(made)
+        return ServiceJob(name=str(made.name), status="NotStarted", tags=made.tags or {}, studio_url=made.studio_url)
 
     @contextlib.contextmanager
     def described(self, record: Record, factories: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
@@ -251,18 +250,22 @@ class Jobs:
 
     def _listed(self, patience_seconds: float | None, **only: str) -> list[ServiceJob]:
         """Return the jobs of the workspace that have not ended."""
+        found, oldest = [], time.time() - OLDEST_SECONDS
+        for job in self.every_job(patience_seconds, **only):  # newest first
+            if job.created_at is not None and job.created_at < oldest:
+                break
+            found.append(job)
+        return [job for job in found if not job.is_over]
 
-        def ask() -> list[ServiceJob]:
-            found = []
-            for job in list_every_job(self.service, **only):  # newest first
-                if (job.created_at or now) < now - OLDEST_SECONDS:
-                    break
-                found.append(job)
-            return found
+    def every_job(self, patience_seconds: float | None = None, **only: str) -> Iterator[ServiceJob]:
+        """Yield the jobs of the workspace, of all kinds, archived ones too, in the service's order; ``only``: a filter
+        of the service, such as ``tag``."""
+        asked = {"listViewType": "All", **only}
+        return map(read_job, self.service.read_all("list the jobs", self._path, patience_seconds, **asked))
 
-        now = time.time()
-        jobs = self.service.call("list the jobs", ask, patience_seconds)
-        return [job for job in jobs if not job.is_over]
+    @property
+    def _path(self) -> str:
+        return f"{self.options.workspace_id}/jobs"
 
     def logs(self, name: str, patience_seconds: float | None = None) -> dict[int, str]:
         """Return the output of each process, by rank."""
@@ -338,32 +341,18 @@ def tags(record: Record) -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def _read(job: Any, said: Any, compute: Any, made: Any) -> ServiceJob:
-    """Return a job. ``said``: what holds its status, tags, properties and services; ``made``: what says when it was
-    made. Parts that are not there are empty."""
-    status, properties = getattr(said, "status", None), getattr(said, "properties", None) or {}
-    created = getattr(made, "created_at", None)
-    studio = (getattr(said, "services", None) or {}).get("Studio")
-    return ServiceJob(
-        name=str(job.name),
-        status=str(getattr(status, "value", status) or "Unknown"),  # an enum, or a word that it does not know
-        ended_at=parse_time(properties.get("EndTimeUtc")),
-        tags=dict(getattr(said, "tags", None) or {}),
-        studio_url=getattr(studio, "endpoint", None),
-        compute=str(compute or "").rsplit("/", 1)[-1].removeprefix("azureml:"),
-        created_at=created.timestamp() if isinstance(created, datetime) else parse_time(created),
-    )
-
-
-def read_job(job: Any) -> ServiceJob:
-    """Return a job as the client library gives it."""
-    return _read(job, job, getattr(job, "compute", None), getattr(job, "creation_context", None))
-
-
-def read_listed_job(job: Any) -> ServiceJob:
+def read_job(found: Mapping[str, Any]) -> ServiceJob:
     """Return a job of any kind as the service sends it: what is needed is the same in all."""
-    said = getattr(job, "properties", None)
-    return _read(job, said, getattr(said, "compute_id", None), getattr(job, "system_data", None))
+    said: Mapping[str, Any] = found.get("properties") or {}
+    return ServiceJob(
+        name=str(found["name"]),
+        status=str(said.get("status") or "Unknown"),
+        ended_at=parse_time((said.get("properties") or {}).get("EndTimeUtc")),
+        tags=said.get("tags") or {},
+        studio_url=((said.get("services") or {}).get("Studio") or {}).get("endpoint"),
+        compute=str(said.get("computeId") or "").rsplit("/", 1)[-1],
+        created_at=parse_time((found.get("systemData") or {}).get("createdAt")),
+    )
 
 
 def parse_time(text: Any) -> float | None:
@@ -373,15 +362,3 @@ def parse_time(text: Any) -> float | None:
     except ValueError:
         return None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def list_every_job(service: Service, **only: str) -> Iterator[ServiceJob]:
-    """Yield the jobs of the workspace, archived ones too, in the service's order; ``only``: a filter of the service,
-    such as ``tag``. Raise what the client library raises for a refused request.
-
-    The library's own list ends at the first job of a kind that it does not know (`JobException`), or that a pipeline
-    has made, so jobs are read as the service sends them.
-    """
-    operations = copy.copy(service.ml.jobs)  # a copy, since the library itself reads its jobs with this method
-    operations._handle_rest_errors = lambda job: job  # type: ignore[assignment, method-assign, return-value]
-    return map(read_listed_job, operations.list(list_view_type="All", **only))

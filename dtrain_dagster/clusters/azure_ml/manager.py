@@ -28,8 +28,6 @@ from dtrain_dagster.clusters.azure_ml.provision import (
     TIMED_OUT,
     Provisioned,
     Provisioner,
-    compute_tier,
-    word_of,
 )
 from dtrain_dagster.clusters.azure_ml.sku_chain import Attempt, SkuChoice, spell_sku
 from dtrain_dagster.clusters.base import (
@@ -137,8 +135,7 @@ class AzureMLClusterManager(GPUClusterManager):
             listed = [(name, *node) for name in computes for node in self.provisioner.nodes(name)]
         except ServiceError as error:
             return ClusterHealth(cluster_name=self.cluster_name, healthy=False, nodes=(), message=str(error))
-        states = {name: word_of(compute.provisioning_state) for name, compute in computes.items()}
-        broken = "; ".join(f"{name} is {state}" for name, state in states.items() if state in BROKEN)
+        broken = "; ".join(f"{it.name} is {it.state}" for it in computes.values() if it.state in BROKEN)
         nodes = tuple(
             NodeHealth(
                 node_id=index,
@@ -245,13 +242,12 @@ class AzureMLClusterManager(GPUClusterManager):
         for name, compute in self.provisioner.computes(patience).items():
             nodes = self.provisioner.nodes(name, patience)
             states = Counter(state for _, state, _ in nodes)
-            state, minimum = word_of(compute.provisioning_state), int(compute.min_instances or 0)
-            trouble, grace = why_nodes_stay(state, minimum, self.options.operation_seconds)
+            trouble, grace = why_nodes_stay(compute.state, compute.min_nodes, self.options.operation_seconds)
             found.append(
                 NodePool(
                     name=name,
-                    sku=spell_sku(str(compute.size)),
-                    tier=compute_tier(compute),
+                    sku=spell_sku(compute.size),
+                    tier=compute.tier,
                     states=dict(sorted(states.items())),
                     node_count=sum(states[state] for state in NODES_THERE),
                     work=tuple(dict.fromkeys([*work.get(ANYWHERE, ()), *work.get(name, ()), *busy(nodes)])),

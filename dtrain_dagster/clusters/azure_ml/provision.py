@@ -12,9 +12,11 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from dtrain_dagster.clusters.azure_ml.client import (
     ROLE_REMEDY,
@@ -40,10 +42,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     explain_shared_gpu,
     fold_name,
     no_capacity,
-    quota_of,
     skip_choice,
-    value_of,
-    vm_size_of,
 )
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.submission import Request, yaml_text
@@ -65,7 +64,25 @@ LOOK_SECONDS = 1.0
 TIMED_OUT = "OperationTimedOut"
 WAITS = 3
 """Requests for a choice with the verdict ``wait``, the first included, before the next choice is tried."""
+_DURATION = TypeAdapter(timedelta)
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """A compute, as the service shows it."""
+
+    name: str
+    state: str
+    size: str
+    tier: str
+    min_nodes: int
+    max_nodes: int
+    idle_seconds: float | None
+    has_public_ip: bool
+    tags: Mapping[str, str]
+    errors: tuple[Any, ...]
+    """Of its nodes and of its making."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +114,7 @@ class Provisioner:
         changes.
         """
         computes = self.computes()
-        for name in [name for name, compute in computes.items() if compute.provisioning_state in BROKEN]:
+        for name in [name for name, compute in computes.items() if compute.state in BROKEN]:
             _log.warning("deleting %s, which an earlier attempt has left Failed", name)
             self.delete(name)
             del computes[name]
@@ -136,7 +153,7 @@ class Provisioner:
         """Return the nodes that `provision` would ask for first, and their compute. Raise as it does where none can be
         asked for."""
         refusals = []
-        computes = {name: it for name, it in self.computes().items() if it.provisioning_state not in BROKEN}
+        computes = {name: it for name, it in self.computes().items() if it.state not in BROKEN}
         for choice, there, refusal in self.choices(node_count, wanted, computes):
             if refusal is not None:
                 refusals.append(refusal)
@@ -159,32 +176,32 @@ class Provisioner:
         self,
         node_count: int,
         wanted: str,
-        computes: Mapping[str, AmlCompute],
+        computes: Mapping[str, Compute],
         excluded: Collection[SkuChoice] = (),
-    ) -> Iterator[tuple[SkuChoice, AmlCompute | None, SkuRefusal | None]]:
+    ) -> Iterator[tuple[SkuChoice, Compute | None, SkuRefusal | None]]:
         """Yield the choices in order, each with the compute that is there, and why it cannot be asked for."""
         options, sizes, quotas = self.options, self.sizes(), self.quotas()
         per_node = options.processes_per_node
         for choice in chain(wanted, options.chain, options.tiers, excluded):
             there = computes.get(compute_name(options.cluster_name, choice))
-            nodes = len(self.nodes(str(there.name))) if there is not None else 0
+            nodes = len(self.nodes(there.name)) if there is not None else 0
             refusal = examine(choice, sizes, quotas, node_count, nodes, per_node)
             if refusal is None and (shared := explain_shared_gpu(choice.sku, node_count * per_node)):
                 refusal = skip_choice("SharedGpu", shared)
             yield choice, there, refusal
 
-    def _get(self, choice: SkuChoice, there: AmlCompute | None, node_count: int, note: Any) -> int | SkuRefusal:
+    def _get(self, choice: SkuChoice, there: Compute | None, node_count: int, note: Any) -> int | SkuRefusal:
         """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
         name = compute_name(self.options.cluster_name, choice)
         if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
-            there = seen if (seen.tags or {}).get(CLUSTER_TAG) == self.options.cluster_name else None
+            there = seen if seen.tags.get(CLUSTER_TAG) == self.options.cluster_name else None
         turn = 0
         while True:
             if there is not None and self.fits(there, choice, node_count):
-                if late := self._late_refusal(name, is_new=False):
+                if late := self._late_refusal(there, is_new=False):
                     return late
                 note(choice, "reused", "Succeeded")
-                return there.max_instances or 0
+                return there.max_nodes
             most = _most(there, node_count)
             refusal = self.put(choice, name, most)
             if refusal is None:
@@ -196,21 +213,21 @@ class Provisioner:
             time.sleep(min(2.0**turn, self.options.operation_seconds))
             there, turn = self.settled(name), turn + 1
 
-    def fits(self, compute: AmlCompute, choice: SkuChoice, node_count: int) -> bool:
+    def fits(self, compute: Compute, choice: SkuChoice, node_count: int) -> bool:
         """Return whether the compute can be used as it is. Raise `ClusterError` where it is open to the internet and
         must not be."""
-        if compute.provisioning_state != "Succeeded":
+        if compute.state != "Succeeded":
             return False
-        if not self.options.public_ip and compute.enable_node_public_ip:
+        if not self.options.public_ip and compute.has_public_ip:
             raise ClusterError(
                 f"compute {compute.name} gives its nodes public addresses, which the settings forbid: delete it "
                 f"(`az ml compute delete -n {compute.name}`), and it is made again without them"
             )
         return (
-            (str(compute.size).casefold(), compute_tier(compute)) == (choice.sku.casefold(), choice.tier)
-            and (compute.max_instances or 0) >= node_count
-            and compute.min_instances == 0
-            and compute.idle_time_before_scale_down == self.options.idle_seconds
+            (compute.size.casefold(), compute.tier) == (choice.sku.casefold(), choice.tier)
+            and compute.max_nodes >= node_count
+            and compute.min_nodes == 0
+            and compute.idle_seconds == self.options.idle_seconds
         )
 
     def put(self, choice: SkuChoice, name: str, most: int) -> SkuRefusal | None:
@@ -219,7 +236,7 @@ class Provisioner:
         failure: ServiceError | None = None
         before = self.settled(name)
         is_new = before is None and name not in self.computes()  # a 404 alone may be wrong
-        if before is not None and CLUSTER_TAG not in (before.tags or {}):
+        if before is not None and CLUSTER_TAG not in before.tags:
             message = f"compute {name} is somebody else's: give this cluster another name (DTRAIN_CLUSTER_NAME)"
             return skip_choice("NameTaken", message)
         try:
@@ -234,15 +251,15 @@ class Provisioner:
             failure, compute = None, self._await_made(name)
         elif compute is None and is_new and failure is not None and (failure.status or 400) < 400:
             compute = self._await_made(name)  # begun and then refused, so it exists: the 404 is wrong
-        state = compute.provisioning_state if compute is not None else ""
-        if compute is not None and state == "Succeeded" and compute.max_instances == most:
-            return self._late_refusal(name, is_new)  # whatever became of the answer
-        shown = self._errors(name) if compute is not None and state in BROKEN else []
+        state = compute.state if compute is not None else ""
+        if compute is not None and state == "Succeeded" and compute.max_nodes == most:
+            return self._late_refusal(compute, is_new)  # whatever became of the answer
+        shown = compute.errors if compute is not None and state in BROKEN else ()
         # One that hangs while it is changed may have a job at work; one that hangs while it is made has none.
-        if compute is not None and TAG in (compute.tags or {}) and (state in BROKEN or (state in MOVING and is_new)):
+        if compute is not None and TAG in compute.tags and (state in BROKEN or (state in MOVING and is_new)):
             self.delete(name)
         if failure is None:
-            code = str(getattr(compute, "provisioning_errors", None) or (TIMED_OUT if state else "Gone"))
+            code = TIMED_OUT if state else "Gone"
             gone = {"code": code, "message": f"the compute was {state or 'gone'} after it was asked for"}
             return classify_refusal([gone, shown], 200)
         if isinstance(failure, ServiceUnreachable):
@@ -251,7 +268,7 @@ class Provisioner:
         refusal = classify_refusal([told, shown], failure.status)
         return replace(refusal, message=refusal.message + request_note(failure.request_id))
 
-    def _await_made(self, name: str) -> AmlCompute | None:
+    def _await_made(self, name: str) -> Compute | None:
         """Return a compute that was asked for, as soon as the service knows it; None if it says 404 for too long."""
         deadline = time.monotonic() + self.options.start_seconds
         while (compute := self.settled(name)) is None and time.monotonic() < deadline:
@@ -277,17 +294,18 @@ class Provisioner:
 
     def settled(
         self, name: str, patience_seconds: float | None = None, look_seconds: float | None = None
-    ) -> AmlCompute | None:
+    ) -> Compute | None:
         """Return the compute as soon as nothing changes it any more, or when patience (None: that for operations) is
         over; None where there is none. ``look_seconds``: patience with each question (None: that of the options)."""
         patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
         deadline = time.monotonic() + patience
         while True:
             try:
-                compute: Any = self.service.call(f"look at compute {name}", lambda: self._api.get(name), look_seconds)
+                path = f"{self.options.workspace_id}/computes/{name}"
+                compute = read_compute(self.service.read(f"look at compute {name}", path, look_seconds))
             except NotFound:
                 return None
-            if compute.provisioning_state not in MOVING or time.monotonic() > deadline:
+            if compute.state not in MOVING or time.monotonic() > deadline:
                 return compute
             time.sleep(LOOK_SECONDS)
 
@@ -303,82 +321,53 @@ class Provisioner:
             left = self.settled(name, patience_seconds, patience_seconds)
             if left is not None:
                 raise ServiceError(
-                    f"compute {name} is still there ({left.provisioning_state}) after it was deleted: look at "
+                    f"compute {name} is still there ({left.state}) after it was deleted: look at "
                     f"{self.options.studio_url}, it may cost money",
                     "NotDeleted",
                 )
 
-    def computes(self, patience_seconds: float | None = None) -> dict[str, AmlCompute]:
+    def computes(self, patience_seconds: float | None = None) -> dict[str, Compute]:
         """Return the computes of this cluster, by name."""
-
-        def ask() -> list[Any]:
-            from azure.ai.ml.entities import Compute
-
-            # Read one by one: the client's own list fails as a whole at a compute of somebody else that it cannot read.
-            listed = self._api._operation.list(self.options.resource_group, self.options.workspace)
-            return [
-                Compute._from_rest_object(item) for item in listed if is_own_compute(item, self.options.cluster_name)
-            ]
-
-        found = self.service.call("list the computes", ask, patience_seconds)
-        return {str(compute.name): compute for compute in found}
+        listed = self.service.read_all("list the computes", f"{self.options.workspace_id}/computes", patience_seconds)
+        own = [item for item in listed if is_own_compute(item, self.options.cluster_name)]
+        return {compute.name: compute for compute in map(read_compute, own)}
 
     def nodes(self, name: str, patience_seconds: float | None = None) -> list[tuple[str, str, str | None]]:
         """Return (node, state, job) of each node of a compute; none where there is no such compute."""
+        path = f"{self.options.workspace_id}/computes/{name}/listNodes"
         try:
-            listed = self.service.call(
-                f"list the nodes of {name}", lambda: list(self._api.list_nodes(name)), patience_seconds
-            )
+            listed = list(self.service.read_all(f"list the nodes of {name}", path, patience_seconds, method="POST"))
         except NotFound:
             return []
-        return [
-            (
-                str(value_of(node, "nodeId", "node_id")),
-                str(value_of(node, "nodeState", "node_state") or "unknown"),
-                value_of(node, "runId", "run_id"),
-            )
-            for node in listed
-        ]
+        return [(str(node["nodeId"]), str(node.get("nodeState") or "unknown"), node.get("runId")) for node in listed]
 
     def sizes(self) -> dict[str, Size]:
         """Return the sizes that the region lists, by name in lower case."""
-        ask = self.service.call("list the sizes", lambda: list(self._api.list_sizes()))
-        return {size.sku.casefold(): size for size in map(vm_size_of, ask)}
+        listed = map(Size.read, self.service.read_all("list the sizes", f"{self._region_id}/vmSizes"))
+        return {size.sku.casefold(): size for size in listed}
 
     def quotas(self) -> list[Quota]:
         """Return the core quotas of the region."""
-        ask = self.service.call("list the quotas", lambda: list(self._api.list_usage()))
-        return [quota for quota in map(quota_of, ask) if quota is not None]
+        listed = map(Quota.read, self.service.read_all("list the quotas", f"{self._region_id}/usages"))
+        return [quota for quota in listed if quota is not None]
 
     def allocation_error(self, name: str, patience_seconds: float) -> str:
         """Return why a compute has not more nodes, as the service says; "" where it says nothing."""
-        read = [classify_refusal(error, 200) for error in self._errors(name, patience_seconds)]
+        compute = self.settled(name, 0.0, patience_seconds)
+        read = [classify_refusal(error, 200) for error in (compute.errors if compute is not None else ())]
         return "; ".join(f"{refusal.code}: {refusal.message}" for refusal in read)
 
-    def _late_refusal(self, name: str, is_new: bool) -> SkuRefusal | None:
+    def _late_refusal(self, compute: Compute, is_new: bool) -> SkuRefusal | None:
         """Return the refusal that a compute shows though it was made; it is deleted then, as it never gets a node."""
-        refusal = read_late_refusal(self._errors(name), is_new)
-        if refusal is not None and not self.nodes(name):
-            _log.warning("deleting %s, which never gets a node: %s: %s", name, refusal.code, refusal.message)
-            self.delete(name)
+        refusal = read_late_refusal(compute.errors, is_new)
+        if refusal is not None and not self.nodes(compute.name):
+            _log.warning("deleting %s, which never gets a node: %s: %s", compute.name, refusal.code, refusal.message)
+            self.delete(compute.name)
         return refusal
-
-    def _errors(self, name: str, patience_seconds: float | None = None) -> list[Any]:
-        """Return the errors that a compute shows, of its nodes and of its making. The client's own type for computes
-        drops them, so the answer itself is read. They are a hint: there are none where the service does not answer."""
-
-        def ask() -> Any:
-            return self._api._operation.get(self.options.resource_group, self.options.workspace, name)
-
-        try:
-            properties = self.service.call(f"look at compute {name}", ask, patience_seconds).properties
-            return [*(properties.properties.errors or ()), *(properties.provisioning_errors or ())]
-        except (ServiceError, AttributeError, TypeError):
-            return []
 
     def require_region(self) -> None:
         """Raise `ClusterError` where the workspace, and with it its nodes, is not in the region whose prices count."""
-        location, ours = region_of(str(self._workspace.location)), region_of()
+        location, ours = region_of(self._location), region_of()
         if location != ours:
             raise ClusterError(
                 f"workspace {self.options.workspace} is in {location}, and prices would be those of "
@@ -386,15 +375,18 @@ class Provisioner:
             )
 
     @cached_property
-    def _workspace(self) -> Any:
-        return self.service.call(
-            "look at the workspace", lambda: self.service.ml.workspaces.get(self.options.workspace)
-        )
+    def _location(self) -> str:
+        return str(self.service.read("look at the workspace", self.options.workspace_id)["location"])
+
+    @property
+    def _region_id(self) -> str:
+        provider = "Microsoft.MachineLearningServices"
+        return f"/subscriptions/{self.options.subscription_id}/providers/{provider}/locations/{self._location}"
 
 
-def _most(there: AmlCompute | None, node_count: int) -> int:
+def _most(there: Compute | None, node_count: int) -> int:
     """Return the nodes that a compute may grow to: no fewer than it may already."""
-    return max(node_count, (there.max_instances or 0) if there is not None else 0)
+    return max(node_count, there.max_nodes if there is not None else 0)
 
 
 def describe_compute(options: AzureMLOptions, choice: SkuChoice, name: str, most: int) -> AmlCompute:
@@ -423,22 +415,31 @@ def describe_compute(options: AzureMLOptions, choice: SkuChoice, name: str, most
     )
 
 
-def is_own_compute(listed: Any, cluster_name: str) -> bool:
+def is_own_compute(listed: Mapping[str, Any], cluster_name: str) -> bool:
     """Return whether a compute, as the service lists it, is one of this cluster. Those of others may be of any kind and
-    lack any field, and the client cannot read all of them."""
-    kind = getattr(getattr(listed, "properties", None), "compute_type", None)
-    tags = getattr(listed, "tags", None) or {}
-    return fold_name(str(kind or "")) == fold_name(AML_COMPUTE) and tags.get(CLUSTER_TAG) == cluster_name
+    lack any field."""
+    kind = str((listed.get("properties") or {}).get("computeType"))
+    return fold_name(kind) == fold_name(AML_COMPUTE) and (listed.get("tags") or {}).get(CLUSTER_TAG) == cluster_name
 
 
-def word_of(state: Any) -> str:
-    """Return the service's word, which the client gives as an enum, or as text where it does not know the word."""
-    return str(getattr(state, "value", state) or "")
-
-
-def compute_tier(compute: AmlCompute) -> str:
-    """Return the tier of a compute."""
-    return "spot" if re.search("low|spot", str(compute.tier or "").casefold()) else "dedicated"
+def read_compute(found: Mapping[str, Any]) -> Compute:
+    """Return a compute as the service sends it."""
+    properties: Mapping[str, Any] = found.get("properties") or {}
+    own: Mapping[str, Any] = properties.get("properties") or {}
+    scale: Mapping[str, Any] = own.get("scaleSettings") or {}
+    idle = scale.get("nodeIdleTimeBeforeScaleDown")
+    return Compute(
+        name=str(found["name"]),
+        state=str(properties.get("provisioningState") or ""),
+        size=str(own.get("vmSize") or ""),
+        tier="spot" if re.search("low|spot", str(own.get("vmPriority")).casefold()) else "dedicated",
+        min_nodes=int(scale.get("minNodeCount") or 0),
+        max_nodes=int(scale.get("maxNodeCount") or 0),
+        idle_seconds=_DURATION.validate_python(idle).total_seconds() if idle else None,
+        has_public_ip=own.get("enableNodePublicIp") is not False,
+        tags=found.get("tags") or {},
+        errors=(*(own.get("errors") or ()), *(properties.get("provisioningErrors") or ())),
+    )
 
 
 def entity_text(entity: Any) -> str:

@@ -81,6 +81,18 @@ class Size:
         kinds = {fold_name(kind) for kind in self.compute_types}
         return not kinds or fold_name(AML_COMPUTE) in kinds
 
+    @classmethod
+    def read(cls, listed: Mapping[str, Any]) -> Size:
+        """Return a size as the service lists it."""
+        return cls(
+            sku=str(listed["name"]),
+            family=str(listed.get("family") or ""),
+            vcpus=int(listed.get("vCPUs") or 0),
+            gpus=int(listed.get("gpus") or 0),
+            low_priority_capable=bool(listed.get("lowPriorityCapable")),
+            compute_types=tuple(listed.get("supportedComputeTypes") or ()),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quota:
@@ -99,6 +111,15 @@ class Quota:
         cores``, virtual machines have ``lowPriorityCores`` or ``Total Regional Spot vCPUs``."""
         words = fold_name(self.kind) + fold_name(self.name)
         return "lowpriority" in words or "spot" in words
+
+    @classmethod
+    def read(cls, listed: Mapping[str, Any]) -> Quota | None:
+        """Return a usage as the service lists it; None for one that counts no cores."""
+        name, limit = (listed.get("name") or {}).get("value"), listed.get("limit")
+        if not name or limit is None:
+            return None
+        used, kind = int(listed.get("currentValue") or 0), str(listed.get("type") or "")
+        return cls(name=str(name), used=used, limit=int(limit), kind=kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,40 +246,6 @@ def compute_name(cluster_name: str, choice: SkuChoice) -> str:
 def retry_at(refusals: Sequence[SkuRefusal], now: float) -> float:
     """Return the earliest time at which a new request for the whole chain makes sense, in Unix seconds."""
     return now + min((refusal.retry_seconds for refusal in refusals), default=SCARCE_SECONDS)
-
-
-def value_of(thing: Any, *names: str) -> Any:
-    """Return the first of these attributes that is set. The service's client keeps the values of some of its own types
-    in attributes of the REST names (``vCPUs``), beside attributes of the documented names that stay None."""
-    for name in names:
-        found = getattr(thing, name, None)
-        if found is not None:
-            return found
-    return None
-
-
-def vm_size_of(listed: Any) -> Size:
-    """Return a size from the service's client's list, which may have joined words by commas."""
-    kinds = value_of(listed, "supportedComputeTypes", "supported_compute_types") or ()
-    return Size(
-        sku=listed.name,
-        family=str(value_of(listed, "family") or ""),
-        vcpus=int(value_of(listed, "vCPUs", "v_cp_us") or 0),
-        gpus=int(value_of(listed, "gpus") or 0),
-        low_priority_capable=bool(value_of(listed, "lowPriorityCapable", "low_priority_capable")),
-        compute_types=tuple(str(kind) for kind in kinds.split(",") if kind) if isinstance(kinds, str) else tuple(kinds),
-    )
-
-
-def quota_of(listed: Any) -> Quota | None:
-    """Return a usage from the service's client's list; None for one that counts no cores."""
-    name = value_of(listed, "name")
-    value = name.get("value") if isinstance(name, Mapping) else value_of(name, "value")
-    limit = value_of(listed, "limit")
-    if not value or limit is None:
-        return None
-    used = int(value_of(listed, "currentValue", "current_value") or 0)
-    return Quota(name=str(value), used=used, limit=int(limit), kind=str(value_of(listed, "type") or ""))
 
 
 def no_capacity(node_count: int, attempts: Sequence[Attempt], refusals: Sequence[SkuRefusal]) -> NoCapacityError:

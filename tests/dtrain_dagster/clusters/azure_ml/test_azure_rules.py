@@ -10,7 +10,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from dtrain_dagster.clusters.azure_ml.jobs import (
     parse_time,
 )
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, busy, refuse_secrets
-from dtrain_dagster.clusters.azure_ml.provision import compute_tier, describe_compute
+from dtrain_dagster.clusters.azure_ml.provision import describe_compute, read_compute
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
     DEFAULT_CHAINS,
@@ -37,7 +36,6 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     compute_name,
     examine,
     fold_name,
-    quota_of,
 )
 from dtrain_dagster.clusters.azure_ml.states import (
     CANCEL_NOT_FOUND,
@@ -157,11 +155,11 @@ class TestQuota:
 
     def test_a_usage_without_a_name_a_limit_or_a_value_is_survived(self) -> None:
         rows: list[Any] = [
-            SimpleNamespace(name=None, limit=5, currentValue=0),
-            SimpleNamespace(name={"value": "standardNCSv3Family", "localizedValue": None}, limit=None, currentValue=0),
-            SimpleNamespace(name={"value": "standardNCSv3Family"}, limit=7, currentValue=None, type=None),
+            {"name": None, "limit": 5, "currentValue": 0},
+            {"name": {"value": "standardNCSv3Family", "localizedValue": None}, "limit": None, "currentValue": 0},
+            {"name": {"value": "standardNCSv3Family"}, "limit": 7, "currentValue": None},
         ]
-        assert [quota_of(row) for row in rows] == [None, None, *self.quota(0, 7)]
+        assert [Quota.read(row) for row in rows] == [None, None, *self.quota(0, 7)]
 
     def test_a_size_that_is_not_listed_or_does_not_fit_is_not_asked_for(self) -> None:
         endpoints_only = dataclasses.replace(SIZES["standard_nc6s_v3"], compute_types=("MIR",))
@@ -202,8 +200,9 @@ def test_the_service_is_told_its_own_word_for_spot(tier: str, word: str) -> None
     pytest.importorskip("azure.ai.ml")
     choice = SkuChoice(sku="Standard_NC4as_T4_v3", tier=tier)
     made = describe_compute(options(), choice, "dtrain-nc4ast4v3", 2)
-    assert fold_name(made._to_rest_object().properties.properties.vm_priority) == fold_name(word)
-    assert compute_tier(made) == tier
+    sent = {"name": made.name, **made._to_rest_object().as_dict()}
+    assert fold_name(sent["properties"]["properties"]["vmPriority"]) == fold_name(word)
+    assert read_compute(sent).tier == tier
     assert SkuChoice(sku="Standard_NC4as_T4_v3", tier="low_priority") == dataclasses.replace(choice, tier="spot")
 
 
