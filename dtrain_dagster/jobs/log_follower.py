@@ -19,7 +19,7 @@ PIECE_BYTES = 4 << 20
 """Bytes of a log that are read at once."""
 _NODE = re.compile(r"=== node-(\d+)\.log ===")
 _PART = re.compile(r"--- (launch \d+, .*|rank \d+) ---")
-"""The line that begins the output of a launch or a rank (`clusters.azure_ml.job_records`): each part grows at its own
+"""The line that begins the output of a launch or a rank (`clusters.azure_ml.jobs`): each part grows at its own
 end."""
 _STAMP = re.compile(r"(?:\[|--- launch \d+, )?(\d{4})[-/](\d\d)[-/](\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))  # for a helper of the trainer's own tests
-
-from racing_savers import race
 
 from harness.azure.azurite import Azurite
 from harness.azure.blob_proxy import BlobProxy, Fault
@@ -94,23 +88,6 @@ def test_versions_are_recorded_where_the_account_names_them(proxy: BlobProxy, wa
     assert "manifest_version_id" not in json.loads(watched.storage.read(LATEST)), "nor that of the one before"
 
 
-@pytest.mark.parametrize("damage", ["changed", "no manifest"])
-def test_a_damaged_one_is_refused_by_name_and_the_one_before_it_used(
-    watched: Watched, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    before, last = watched.save(1), watched.save(2)
-    name = f"{last}/state.pt"
-    data = watched.storage.read(name)
-    if damage == "changed":
-        watched.storage.write(name, data[:70_000] + b"\0\1\2" + data[70_003:])
-    else:
-        watched.storage.delete(f"{last}/manifest.json")
-    with pytest.raises(CheckpointError, match=f"the checkpoint {last} is (damaged|incomplete)"):
-        watched.manager.load(last)
-    assert watched.loaded() == (before, 1.0)
-    assert last in caplog.text
-
-
 def test_while_storage_is_away_training_goes_on_and_the_save_counts_afterwards(
     proxy: BlobProxy, watched: Watched
 ) -> None:
@@ -144,10 +121,3 @@ def test_storage_that_lets_nobody_in_is_not_taken_for_empty(proxy: BlobProxy, wa
         watched.manager.load_latest()
     proxy.faults.clear()
     assert watched.loaded() == (folder, 1.0)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_of_two_racing_writers_the_fenced_out_never_wins(container: Container) -> None:
-    """Real processes on one container."""
-    race(f"{container()}/jobs/one", saves=4)

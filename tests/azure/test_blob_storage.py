@@ -93,13 +93,6 @@ def test_the_verbs_do_what_they_do_in_a_folder(storage: Storage) -> None:
     assert storage.list() == []
 
 
-def test_create_refuses_what_is_there_and_keeps_it(storage: Storage) -> None:
-    assert storage.create("name", b"first") is None, "Azurite names no versions"
-    with pytest.raises(FileExistsError):
-        storage.create("name", b"first")
-    assert storage.read("name") == b"first"
-
-
 def test_swap_replaces_only_what_is_expected(storage: Storage) -> None:
     assert not storage.compare_and_swap("a/pointer", b"something", b"one")
     assert not storage.exists("a/pointer")
@@ -149,21 +142,6 @@ def test_a_stream_that_fails_leaves_what_was_there(storage: Storage, monkeypatch
     with storage.stream("empty"):
         pass
     assert storage.read("empty") == b""
-
-
-def test_whoever_reads_while_it_is_replaced_gets_one_version_whole(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(azure_blob, "BLOCK_BYTES", 1000)
-    versions = [bytes([number]) * 5000 for number in range(8)]
-    storage.write("name", versions[0])
-    writer = threading.Thread(target=lambda: [storage.write("name", data) for data in versions])
-    writer.start()
-    seen = []
-    while writer.is_alive():
-        seen.append(storage.read("name"))
-    writer.join()
-    assert set(seen) <= set(versions)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from harness.azure.emulator import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("azurite_installed")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("azurite_installed")]
 
 
 def test_one_command_for_a_person(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from dtrain_dagster.clusters.base import ClusterError, InUseError, JobState, Job
 from dtrain_dagster.costs.plan import write_limit
 from dtrain_dagster.costs.prices import price_of
 from harness.waiting import until
-from tests.azure.stage import A100, DONE, FAILS, FOREVER, LAST_ONE_DONE, V100, Stage, end
+from tests.azure.stage import A100, DONE, FAILS, FOREVER, LAST_ONE_DONE, V100, WAITS, Stage, end
 from tests.webhook import web_hook
+from trainer.comm.launch_secret import read_launch_secret
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, LIMIT, STATUS, RunDir
 from trainer.runtime.launch import Launch
@@ -51,22 +52,16 @@ def test_runs_where_the_nodes_were_got_and_says_so(stage: Stage) -> None:
 
 def test_nodes_read_the_secret_of_their_launch_where_no_reader_of_the_workspace_does(stage: Stage) -> None:
     """Its address is among the job's variables, which many may look at; the file goes with the launch."""
-    telling = """
-from trainer.comm.launch_secret import read_launch_secret
-print(f"a secret of {len(read_launch_secret(os.environ).value)} bytes", flush=True)
-while not (found := rundir.read_json("go.json")):
-    time.sleep(0.1)
-succeed()
-"""
     stage.storage = stage.emulator.environment["DTRAIN_STORAGE"]
-    manager, spec = stage.run(telling)
+    manager, spec = stage.run(WAITS)
     rundir = RunDir(spec.run_dir)
-    until(lambda: "a secret of 32 bytes" in manager.job_logs(spec.job_id), "what the nodes say")
     [sent] = stage.asked("job.put")
-    told = Launch.read(sent["body"]["properties"]["environmentVariables"])
-    folder, _, name = told.secret_uri.rpartition("/")
+    variables = sent["body"]["properties"]["environmentVariables"]
+    folder, _, name = Launch.read(variables).secret_uri.rpartition("/")
     assert not folder.startswith(spec.run_dir)
     secret = open_storage(folder).read(name).decode()
+    assert read_launch_secret(variables).value == bytes.fromhex(secret)
+    assert len(secret) == 64
     assert secret not in json.dumps(sent)
     assert secret not in json.dumps(rundir.read_json(LAUNCH))
     rundir.write_json("go.json", {"go": True})

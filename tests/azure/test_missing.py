@@ -37,7 +37,7 @@ def look_until(manager: Any, spec: Any, words: str) -> JobStatus:
 def test_a_running_job_outlives_answers_that_it_is_not_there(stage: Stage) -> None:
     manager, spec = stage.run(WAITS, **LONG)
     is_running(stage, manager, spec)
-    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="get", seconds=3)
+    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="get", seconds=1.5)
     status = look_until(manager, spec, "has not known it for")
     assert status.state is JobState.RUNNING, "as it was seen last"
     until(lambda: not manager.job_status(spec.job_id).message, "it to be known again")
@@ -164,7 +164,7 @@ def test_a_404_that_does_not_name_the_job_gives_no_job_up(stage: Stage) -> None:
     is_running(stage, manager, spec)
     fault = {"fault": "error", "operation": "job.get", "status": 404, "count": 8}
     stage.control("fault", **fault, code="ResourceNotFound", message="Not found")
-    look_until(manager, spec, "has been unreachable for")
+    look_until(manager, spec, "cannot be seen now")
     with pytest.raises(NotFound):
         manager.jobs.get(f"{spec.job_id}-l1")
     stage.control("clear")
@@ -204,7 +204,7 @@ def test_a_workspace_of_another_name_is_told_with_its_setting(stage: Stage) -> N
 
 def test_what_was_made_just_now_may_be_unknown_for_a_while(stage: Stage) -> None:
     """The compute is used, not passed over; the job is neither given up nor bought again."""
-    stage.control("timing", visible_seconds=3.0, listed_seconds=4.0)
+    stage.control("timing", visible_seconds=1.5, listed_seconds=2.0)
     manager, spec = stage.run(start_seconds=30.0)
     assert [attempt.decision for attempt in manager.attempts] == ["created"]
     status = end(manager, spec)
@@ -229,7 +229,7 @@ def test_a_compute_that_is_not_found_for_a_while_is_not_given_up(stage: Stage) -
     manager = stage.manager()
     manager.provision_cluster(2, V100)
     [pool] = manager.pools()
-    stage.control("fault", fault="hide", resource="compute", name=pool.name, by="get", seconds=4)
+    stage.control("fault", fault="hide", resource="compute", name=pool.name, by="get", seconds=2)
     assert not manager.scale_down(pool), "one answer is no proof that it is gone"
     assert list(stage.computes()) == [pool.name]
 

@@ -13,7 +13,7 @@ import pytest
 from dtrain_dagster.clusters.azure_ml import jobs
 from dtrain_dagster.clusters.azure_ml.doctor import NEEDED_OPERATIONS
 from dtrain_dagster.clusters.base import ClusterError, JobState
-from harness.azure.emulator.permissions import action_of, granted_actions
+from harness.azure.emulator.permissions import granted_actions
 from harness.waiting import until
 from tests.azure.stage import FOREVER, V100, Stage
 
@@ -96,25 +96,3 @@ def test_nodes_may_neither_buy_nor_cancel() -> None:
     nodes = granted_actions("node")
     assert f"{ML}/workspaces/experiments/runs/write" in nodes
     assert not [name for name in nodes if "/computes/" in name or "/jobs/" in name]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "action"),
-    [
-        ("GET", f"{OURS}/jobs", "workspaces/jobs/read"),
-        ("POST", f"{OURS}/jobs/j/cancel", "workspaces/jobs/cancel/action"),
-        ("PUT", f"{OURS}/codes/c/versions/1", "workspaces/codes/versions/write"),
-        ("GET", f"/subscriptions/s/providers/{ML}/locations/l/vmSizes", "locations/vmSizes/read"),
-    ],
-)  # fmt: skip
-def test_the_action_of_a_request(method: str, path: str, action: str) -> None:
-    assert action_of(method, path) == f"{ML}/{action}"
-
-
-def test_a_permission_is_asked_for_where_it_is_looked_at() -> None:
-    base = f"/subscriptions/s/resourceGroups/g/providers/{ML}/workspaces/w/providers/Microsoft.Authorization"
-    assert action_of("GET", f"{base}/permissions") == "Microsoft.Authorization/permissions/read"
-    assert action_of("GET", f"/subscriptions/s/providers/{ML}") == "Microsoft.Resources/subscriptions/providers/read"
-    assert action_of("GET", "/metadata/endpoints") == ""
-    found: Any = granted_actions("orchestrator")
-    assert f"{ML}/workspaces/jobs/*" in found

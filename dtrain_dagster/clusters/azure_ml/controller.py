@@ -15,20 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.azure_ml.client import (
-    NotFound,
-    ScopeMissing,
-    ServiceError,
-    ServiceRefused,
-    ServiceUnreachable,
-)
-from dtrain_dagster.clusters.azure_ml.job_records import (
-    by_node,
-    describe_status,
-    gather_facts,
-    has_words,
-    job_status_of,
-)
+from dtrain_dagster.clusters.azure_ml.client import ScopeMissing, ServiceError, ServiceRefused, ServiceUnreachable
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import (
     Launches,
@@ -40,8 +27,9 @@ from dtrain_dagster.clusters.azure_ml.launch_record import (
     next_launch,
     next_record,
 )
-from dtrain_dagster.clusters.azure_ml.provision import Provisioned, Provisioner
+from dtrain_dagster.clusters.azure_ml.provision import NODES_THERE, Provisioned, Provisioner
 from dtrain_dagster.clusters.azure_ml.refusals import read_cluster_trouble, read_service_words
+from dtrain_dagster.clusters.azure_ml.sku_chain import SkuChoice, chain
 from dtrain_dagster.clusters.azure_ml.states import (
     CANCEL_NOT_FOUND,
     WAS_THERE,
@@ -56,15 +44,14 @@ from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState,
 from dtrain_dagster.clusters.exit_policy import is_failure
 from dtrain_dagster.clusters.job_marks import ActiveJobs
 from dtrain_dagster.clusters.notices import WAIT_SECONDS, tell
-from dtrain_dagster.clusters.resume_advice import how_to_go_on, memory_advice
+from dtrain_dagster.clusters.resume_advice import LOG_TAIL_LINES, how_to_go_on, memory_advice
 from dtrain_dagster.costs.plan import reprice
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.cluster_kinds import tier_of
 from trainer.documents.presences import stale_seconds
-from trainer.rundir import STATUS, RunDir
+from trainer.rundir import RESULT, STATUS, RunDir
 
 CANCEL_AGAIN_SECONDS = 30.0
-LOG_TAIL_LINES = 12
 SLACK_SECONDS = 300.0
 """Seconds that a node's record may have beyond the time between the order of its launch and its end, as seen from
 here."""
@@ -91,7 +78,6 @@ class JobController:
         self._looked_at = self._cancelled_at = float("-inf")
         self._last: JobStatus | None = None
         self._owned = False
-        self._told_of_wait = 0
 
     def submit(self, spec: JobSpec, got: Provisioned) -> None:
         """Start the job on the provisioned nodes, unless it runs or has succeeded."""
@@ -136,7 +122,7 @@ class JobController:
         assert record is not None, "the caller has seen the record"
         found: dict[int, str] = {}
         for launch in [*record["history"], record]:
-            for node_id, text in self._logs_of(launch["job_name"], record["processes_per_node"]).items():
+            for node_id, text in self._logs_of(launch["job_name"], record).items():
                 header = f"--- launch {launch['launch']}, {launch['job_name']} ---"
                 found[node_id] = f"{found.get(node_id, '')}{header}\n{text}"
         return dict(sorted(found.items()))
@@ -175,39 +161,79 @@ class JobController:
     def _look(self, cancelling: bool = False) -> JobStatus:
         _, record = self.launches.read()
         assert record is not None, "the caller has seen the record"
-        status = self.read_status()
+        status = self._read_status()
         if self.is_final(record, status):
-            return job_status_of(status)
+            return _job_status_of(status)
         if self.tends:
             self._own()
         try:
             job = self.jobs.get(record["job_name"], self.options.look_patience_seconds)
-            record = self._note_look(record, is_missing=job is None)
-            facts = gather_facts(record, job, status, self.rundir, self.provisioner)
+            record = self._note_look(record, job, is_missing=job is None)
+            facts = self._facts(record, job or ServiceJob(status=""), status)
         except ServiceError as error:
             if isinstance(error, ScopeMissing):
-                record = self._note_look(record, is_missing=False)
-            return self.report_unreachable(record, error)
+                record = self._note_look(record, None, is_missing=False)
+            return self._repeat(record, f"cannot be seen now: {error}")
         decision = decide_job(facts, self.options)
-        if job is not None and not record["confirmed"]:
-            fields = {"confirmed": True, "studio_url": job.studio_url}
-            facts = replace(facts, record=self.launches.change(record["token"], **fields) or record)
-        if not self.tends and not cancelling and decision.action not in ("settle", "report", "wait", "make_sure"):
-            return self.report(facts, decision)
+        changes_nothing = decision.action in ("settle", "report", "wait", "make_sure")
+        if not (self.tends or cancelling or changes_nothing):
+            return self._report(facts, decision)
         try:
             return self._act(facts, decision)
         except ServiceError as error:
             if cancelling and error.status == 403:
                 raise  # waiting grants no right; what was asked for stays noted, for whoever has it
-            ended = self.read_status()
+            ended = self._read_status()
             if self.is_final(record, ended):
-                return job_status_of(ended)
-            return self.report_unreachable(record, error)
+                return _job_status_of(ended)
+            return self._repeat(record, f"cannot be seen now: {error}")
+
+    def _note_look(self, record: Record, job: ServiceJob | None, is_missing: bool) -> Record:
+        """Record that the service has this launch, or since when it does not know it; return its record."""
+        since = note_look(record["missing_since"], is_missing, time.time(), record["submitted_at"], self.options)
+        fields: Record = {"missing_since": since}
+        if job is not None and not record["confirmed"]:
+            fields |= {"confirmed": True, "studio_url": job.studio_url}
+        if fields.items() <= record.items():
+            return record
+        return self.launches.change(record["token"], **fields) or record
+
+    def _facts(self, record: Record, job: ServiceJob, status: Mapping[str, Any]) -> JobFacts:
+        """Return the facts about a launch now. ``status``: ``status.json``. Raise `ServiceError` where the service does
+        not say what nodes it has for a job that waits."""
+        now, options, phase = time.time(), self.options, phase_of(job)
+        nodes = [node for node in self.rundir.nodes() if node.launch == record["launch"]]
+        latest = presences.find_latest_presences(nodes)
+        since = record["submitted_at"]
+        if status.get("launch") == record["launch"] and phase != "gone":
+            since = status["phase_since"] if status.get("phase") == phase else now
+        ready, error = None, ""
+        if phase == "waiting":
+            patience = options.look_patience_seconds
+            there = self.provisioner.nodes(record["compute"], patience)
+            ready = sum(state in NODES_THERE and not at_work for _, state, at_work in there)
+            if ready < record["node_count"]:
+                error = self.provisioner.allocation_error(record["compute"], patience)
+        here = SkuChoice(sku=record["sku"], tier=record["tier"])
+        return JobFacts(
+            record=record,
+            job=job,
+            now=now,
+            phase_since=since,
+            result=self.rundir.read_json(RESULT),
+            heard_at=max((node.last_seen_at or node.started_at for node in nodes), default=None),
+            vanished=tuple(node.node_id for node in latest if node.ended_at is None),
+            exit_codes=tuple(code for node in latest for code in node.exit_codes),
+            resubmissions_left=options.max_resubmissions - (record["launch"] - record["first_launch"]),
+            nodes_ready=ready,
+            allocation_error=error,
+            has_alternative=bool(chain(record["sku"], options.chain, options.tiers, {here, *excluded(record)})),
+        )
 
     def _act(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         record = facts.record
         if decision.action == "wait":
-            return self.repeat(record, decision.message)
+            return self._repeat(record, decision.message)
         if decision.action == "make_sure":
             return self._make_sure(facts, decision)
         if decision.action == "submit":
@@ -215,7 +241,7 @@ class JobController:
         elif decision.action == "cancel":
             self._cancel_in_service(record, "somebody asked for it")
             if not facts.job.status:
-                return self.repeat(record, decision.message)
+                return self._repeat(record, decision.message)
         elif decision.action == "stop":
             if not record["stopping"]:
                 _log.warning("job %s: %s; ending it, in order to continue", record["job_name"], decision.message)
@@ -231,15 +257,14 @@ class JobController:
             larger = memory_advice(facts.result or {}, record) if decision.state is JobState.FAILED else ""
             message = "; ".join(filter(None, (decision.message, larger)))
             return self._settle(facts, replace(decision, message=message))
-        status = self.report(facts, decision)
+        status = self._report(facts, decision)
         if phase_of(facts.job) == "waiting" and decision.action == "report":
             self._tell_of_wait(record, record["waiting_since"] or record["submitted_at"])
         return status
 
     def _tell_of_wait(self, record: Record, since: float) -> None:
         """Tell people that this launch waits for nodes, where it does so for long."""
-        if record["launch"] != self._told_of_wait and time.time() - since >= WAIT_SECONDS:
-            self._told_of_wait = record["launch"]
+        if time.time() - since >= WAIT_SECONDS:
             tell(self.rundir, "waits", record["launch"])
 
     def _make_sure(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
@@ -256,22 +281,15 @@ class JobController:
         if is_known and WAS_THERE not in record["stopping"]:
             why = "; ".join(filter(None, (record["stopping"], WAS_THERE)))
             self.launches.change(record["token"], missing_since=None, confirmed=True, stopping=why)
-            return self.repeat(record, decision.message)
+            return self._repeat(record, decision.message)
         current = self.launches.read()[1]
         if current is None or current["token"] != record["token"]:  # another launch counts by now
-            return self.repeat(record, decision.message)
+            return self._repeat(record, decision.message)
         facts = replace(facts, record=current, cancel_answer=became)
         decision = decide_job(facts, self.options)
         if decision.action == "next" and not self.tends:
-            return self.repeat(record, decision.message)
+            return self._repeat(record, decision.message)
         return self._act(facts, decision)
-
-    def _note_look(self, record: Record, is_missing: bool) -> Record:
-        """Record since when the service does not know this launch, and return its record."""
-        since = note_look(record["missing_since"], is_missing, time.time(), record["submitted_at"], self.options)
-        if since == record["missing_since"]:
-            return record
-        return self.launches.change(record["token"], missing_since=since) or record
 
     def _go_on(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Make the next launch, from the latest checkpoint, with the nodes that are available."""
@@ -298,13 +316,13 @@ class JobController:
             raise
         except ClusterError as error:  # what no other size changes
             return self._settle(facts, JobDecision("settle", JobState.FAILED, f"{decision.message}; and {error}"))
-        self.end_stays(facts.job.ended_at)
+        self._end_stays(facts.job.ended_at)
         before, current = self.launches.read()
         if current is None or current["token"] != record["token"] or current["cancel_asked_at"]:
-            return self.report(facts, decision)  # somebody else was faster
+            return self._report(facts, decision)  # somebody else was faster
         following = next_record(current, got, decision.message)
         if not self.launches.compare_and_swap(before, following):
-            return self.report(facts, decision)
+            return self._report(facts, decision)
         message = f"launch {following['launch']} with {got.node_count} x {got.sku}: {decision.message}"
         _log.warning("job %s: continues as %s, %s", record["job_name"], following["job_name"], message)
         self.jobs.forget_secret(record)
@@ -312,10 +330,10 @@ class JobController:
         begun = JobFacts(
             record=following, job=ServiceJob(status="NotStarted"), now=now, phase_since=following["submitted_at"]
         )
-        return self.report(begun, JobDecision("report", JobState.QUEUED, message))
+        return self._report(begun, JobDecision("report", JobState.QUEUED, message))
 
     def _wait_for_nodes(self, facts: JobFacts, decision: JobDecision, why: str, since: float) -> JobStatus:
-        status = self.report(facts, replace(decision, message=f"{decision.message}; {why}"))
+        status = self._report(facts, replace(decision, message=f"{decision.message}; {why}"))
         self._tell_of_wait(facts.record, since)
         return status
 
@@ -347,7 +365,7 @@ class JobController:
                 now = time.time()
                 facts = JobFacts(record=record, job=ServiceJob(status=""), now=now, phase_since=record["submitted_at"])
                 decision = JobDecision("settle", JobState.FAILED, f"it was not submitted: {error}")
-                self.write_end(facts, decision, now, 1)
+                self._write_end(facts, decision, ended_at=now, exit_code=1)
             raise
         current = self.launches.change(record["token"], confirmed=True, studio_url=job.studio_url)
         if current is None or current["cancel_asked_at"]:  # cancelled, or superseded, while it was being submitted
@@ -372,17 +390,18 @@ class JobController:
     def _settle(self, facts: JobFacts, decision: JobDecision, starved: Starved | None = None) -> JobStatus:
         """Settle the job after its end: write the end of nodes that could not, and say why it ended."""
         record, ended_at = facts.record, min(facts.job.ended_at or facts.now, facts.now)
-        self.end_stays(facts.job.ended_at)
+        self._end_stays(facts.job.ended_at)
         self.jobs.forget_secret(record)
         message = decision.message
         if decision.state is JobState.FAILED:
             message = f"{message}. {how_to_go_on(self.rundir, record['job_id'])}"
             message += f"; in the studio: {record['studio_url']}" if record["studio_url"] else ""
-            message += self.said(record)
+            message += self._said(record)
         codes = {JobState.SUCCEEDED: 0, JobState.CANCELLED: 143}
         failure = next((code for code in facts.exit_codes if is_failure(code)), 1)
         decision, code = replace(decision, message=message), codes.get(decision.state, failure)
-        status = self.write_end(facts, decision, ended_at, code, starved)
+        fields = {"starved": asdict(starved)} if starved else {}
+        status = self._write_end(facts, decision, ended_at=ended_at, exit_code=code, **fields)
         tell(self.rundir)
         _log.info("job %s: %s %s", record["job_name"], decision.state, message.splitlines()[0] if message else "")
         return status
@@ -394,36 +413,27 @@ class JobController:
                 self.rundir.write_json(OWNER, {"dagster_run_id": self.run_id, "since": time.time()})
             self._owned = True
 
-    def read_status(self) -> dict[str, Any]:
-        """Return the document, an empty one if there is none yet."""
+    def _read_status(self) -> dict[str, Any]:
         return self.rundir.read_json(STATUS) or {}
 
     def is_final(self, record: Mapping[str, Any], status: Mapping[str, Any] | None = None) -> bool:
         """Return whether this launch has ended. ``status``: the document, where it has been read already."""
-        status = self.read_status() if status is None else status
+        status = self._read_status() if status is None else status
         return status.get("launch") == record.get("launch", 0) and JobState(status["state"]).is_final
 
-    def report(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
+    def _report(self, facts: JobFacts, decision: JobDecision) -> JobStatus:
         """Return the job's status now. Who tends the job writes it, where anything but its words has changed."""
-        status = describe_status(facts, decision)
+        status = _describe_status(facts, decision)
         if self.tends:
-            known = self.read_status()
+            known = self._read_status()
             if known | {"message": ""} != status | {"message": ""}:  # words alone, such as how long, are not worth it
                 self.rundir.write_json(STATUS, status)
-        return job_status_of(status, self._count_alive(facts.now))
+        return _job_status_of(status, self._count_alive(facts.now))
 
-    def report_unreachable(self, record: Record, error: ServiceError) -> JobStatus:
-        """Return the last seen status, with the time since when the job could not be seen."""
-        known, now = self.read_status(), time.time()
-        since = known.get("unreachable_since") or now
-        if self.tends and known.get("launch") == record["launch"] and not known.get("unreachable_since"):
-            self.rundir.write_json(STATUS, {**known, "unreachable_since": since})
-        return self.repeat(record, f"has been unreachable for {now - since:.0f} s: {error}")
-
-    def repeat(self, record: Record, message: str) -> JobStatus:
+    def _repeat(self, record: Record, message: str) -> JobStatus:
         """Return the last seen status with this message, such as that the service does not know the job. It goes on
         from there if it is found again, so nothing is written."""
-        known = self.read_status()
+        known = self._read_status()
         _log.warning("job %s: %s", record["job_name"], message)
         return JobStatus(
             job_id=record["job_id"],
@@ -433,14 +443,11 @@ class JobController:
             started_at=record["first_submitted_at"],
         )
 
-    def write_end(
-        self, facts: JobFacts, decision: JobDecision, ended_at: float, exit_code: int, starved: Starved | None = None
-    ) -> JobStatus:
+    def _write_end(self, facts: JobFacts, decision: JobDecision, **fields: Any) -> JobStatus:
         """Write how this launch ended, for any caller that looks, and return the status."""
-        status = describe_status(facts, decision) | {"ended_at": ended_at, "exit_code": exit_code}
-        status |= {"starved": asdict(starved)} if starved else {}
+        status = _describe_status(facts, decision) | fields
         self.rundir.write_json(STATUS, status)
-        return job_status_of(status)
+        return _job_status_of(status)
 
     def _count_alive(self, now: float) -> int:
         latest = presences.find_latest_presences(self.rundir.nodes(True))
@@ -460,7 +467,7 @@ class JobController:
             found.append(replace(paid, **bought, ended_at=ended_at, not_billed_seconds=not_billed))
         return found
 
-    def end_stays(self, ended_at: float | None) -> None:
+    def _end_stays(self, ended_at: float | None) -> None:
         """Write the end of nodes that could not: a node heard of shortly before the job ended was present until then, a
         silent one until it was last heard of."""
         end = min(ended_at or time.time(), time.time())
@@ -469,21 +476,54 @@ class JobController:
                 seen = presences.end_of(node)
                 self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
 
-    def _logs_of(self, job_name: str, processes_per_node: int) -> dict[int, str]:
-        try:
-            return by_node(self.jobs.logs(job_name, self.options.look_patience_seconds), processes_per_node)
-        except NotFound:  # it was never submitted, or somebody has deleted it
-            return {}
+    def _logs_of(self, job_name: str, record: Record) -> dict[int, str]:
+        return self.jobs.logs(job_name, record["processes_per_node"], self.options.look_patience_seconds)
 
-    def said(self, record: Record) -> str:
+    def _said(self, record: Record) -> str:
         """Return the end of the log that most likely says why a launch failed, for its message; "" where there is none,
         or the service does not answer."""
         texts: dict[int, str] = {}
         with contextlib.suppress(ServiceError, OSError):
-            texts = self._logs_of(record["job_name"], record["processes_per_node"])
+            texts = self._logs_of(record["job_name"], record)
         failed = [node.node_id for node in self.rundir.nodes(True) if any(map(is_failure, node.exit_codes))]
         node_id = next((node_id for node_id in [*failed, *texts] if has_words(texts.get(node_id, ""))), None)
         if node_id is None:
             return ""
         end = "\n".join(texts[node_id].splitlines()[-LOG_TAIL_LINES:])
         return f"; the end of the log of node {node_id}:\n{end}"
+
+
+def _describe_status(facts: JobFacts, decision: JobDecision) -> dict[str, Any]:
+    """Return the document for a launch that has not ended."""
+    record = facts.record
+    return {
+        "job_id": record["job_id"],
+        "state": decision.state,
+        "message": decision.message,
+        "launch": record["launch"],
+        "phase": phase_of(facts.job),
+        "phase_since": facts.phase_since,
+        "started_at": record["first_submitted_at"],
+        "ended_at": None,
+        "exit_code": None,
+        "studio_url": record["studio_url"],
+    }
+
+
+def _job_status_of(status: Mapping[str, Any], nodes_alive: int = 0) -> JobStatus:
+    """Return the status that the document holds."""
+    return JobStatus(
+        job_id=status["job_id"],
+        state=JobState(status["state"]),
+        message=status["message"],
+        nodes_alive=nodes_alive,
+        started_at=status["started_at"],
+        ended_at=status["ended_at"],
+        starved=Starved(**status["starved"]) if status.get("starved") else None,
+    )
+
+
+def has_words(text: str) -> bool:
+    """Return whether a log has more than headers. A rank that was killed because another one failed may have printed
+    nothing."""
+    return any(line and not line.startswith("--- ") for line in text.splitlines())

@@ -267,17 +267,19 @@ class Jobs:
     def _path(self) -> str:
         return f"{self.options.workspace_id}/jobs"
 
-    def logs(self, name: str, patience_seconds: float | None = None) -> dict[int, str]:
-        """Return the output of each process, by rank."""
-        listed, texts = getattr(self._details(name, patience_seconds), "log_files", None) or {}, {}
+    def logs(self, name: str, processes_per_node: int, patience_seconds: float | None = None) -> dict[int, str]:
+        """Return the output by node, see `by_node`; {} for a job that was never submitted, or that is deleted."""
+        texts: dict[int, str] = {}
+        try:
+            listed = getattr(self._details(name, patience_seconds), "log_files", None) or {}
+        except NotFound:
+            return {}
         for path, address in sorted(listed.items()):
             if match := _USER_LOG.search(path):
-                try:
+                with contextlib.suppress(NotFound):
                     data = self.service.call(f"read {path}", partial(_download, address), patience_seconds)
-                except NotFound:
-                    continue
-                texts[int(match[1] or 0)] = data.decode(errors="replace")
-        return texts
+                    texts[int(match[1] or 0)] = data.decode(errors="replace")
+        return by_node(texts, processes_per_node)
 
     def _details(self, name: str, patience_seconds: float | None) -> Any:
         # The run history is the one place that says why a job failed, and it knows where its logs are.
@@ -308,6 +310,17 @@ def _download(address: str) -> bytes:
     from azure.storage.blob import BlobClient
 
     return BlobClient.from_blob_url(address).download_blob().readall()  # it carries its own signature
+
+
+def by_node(texts: Mapping[int, str], processes_per_node: int) -> dict[int, str]:
+    """Return node → the output of its ranks, one after the other; several ranks each under a line that names it.
+    Pure."""
+    found: dict[int, str] = {}
+    for rank, text in sorted(texts.items()):
+        header = f"--- rank {rank} ---\n" if processes_per_node > 1 else ""
+        node_id = rank // processes_per_node
+        found[node_id] = found.get(node_id, "") + header + text.rstrip("\n") + "\n"
+    return found
 
 
 def shared_memory_of(ranks: int) -> str:

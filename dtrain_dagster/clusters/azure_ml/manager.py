@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.controller import JobController
-from dtrain_dagster.clusters.azure_ml.job_records import judge_job
 from dtrain_dagster.clusters.azure_ml.jobs import Jobs
 from dtrain_dagster.clusters.azure_ml.launch_record import Launches, mark_of, next_launch, read_mark
+from dtrain_dagster.clusters.azure_ml.orphans import judge_job
 from dtrain_dagster.clusters.azure_ml.provision import (
     BROKEN,
     MOVING,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dtrain_dagster.clusters.azure_ml.job_records import by_node
+from dtrain_dagster.clusters.azure_ml.jobs import by_node
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.jobs.log_follower import FileFollower, LogPoller
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml import job_records, launch_record
+from dtrain_dagster.clusters.azure_ml import launch_record, orphans
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
     LAUNCH_TAG,
@@ -396,7 +396,7 @@ class TestStates:
 class TestOrphans:
     def test_nobodys_jobs(self) -> None:
         def why(name: str, record: Any, settled: bool = False, owner: str | None = "run") -> str:
-            return job_records.why_orphaned(name, record, settled, owner, {"run"})
+            return orphans.why_orphaned(name, record, settled, owner, {"run"})
 
         assert not why("j-l2", RECORD)
         assert not why("j-l2", RECORD, owner=None)
@@ -412,10 +412,10 @@ class TestOrphans:
         rundir.write_json(LAUNCH, RECORD)
         tags = {JOB_TAG: "j", LAUNCH_TAG: "2", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
         job = ServiceJob(name="j-l2", status="Running", tags=tags, compute="c")
-        assert getattr(job_records.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
+        assert getattr(orphans.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
         for owner, is_orphan in (("other", True), ("live", False), (None, False)):
             rundir.write_json(OWNER, {"dagster_run_id": owner})
-            assert (job_records.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
+            assert (orphans.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
 
 
 class TestCode:
