@@ -12,6 +12,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -47,6 +49,7 @@ CHANGES = ("PUT", "POST", "PATCH", "DELETE")
 ROLE_REMEDY = "The identity lacks a role: deploy/azure lists what each one needs"
 REQUEST_ID = "x-ms-request-id"
 """Header of every answer, whose value Azure's support asks for."""
+_patience: ContextVar[float | None] = ContextVar("patience", default=None)
 _log = logging.getLogger(__name__)
 
 
@@ -148,11 +151,26 @@ class Service:
             self._credential = DefaultAzureCredential(exclude_interactive_browser_credential=True)
         return self._credential
 
-    def call(self, what: str, ask: Callable[[], T], patience_seconds: float | None = None) -> T:
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Within the block, a request that fails for a transient reason is made again for so many seconds; elsewhere
+        for those of the options."""
+        token = _patience.set(seconds)
+        try:
+            yield
+        finally:
+            _patience.reset(token)
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Return the `patience` of a look, which comes again anyway."""
+        return self.patience(self.options.look_patience_seconds)
+
+    def call(self, what: str, ask: Callable[[], T]) -> T:
         """Return the result of ``ask``, which may be called several times; ``what``: words for messages. Raise
-        `ServiceUnreachable` when patience (None: that of the options) is over, `ScopeMissing` where there is not even
-        the workspace, `ServiceRefused` or `NotFound` where the service refuses."""
-        patience = self.options.patience_seconds if patience_seconds is None else patience_seconds
+        `ServiceUnreachable` when `patience` is over, `ScopeMissing` where there is not even the workspace,
+        `ServiceRefused` or `NotFound` where the service refuses."""
+        found = _patience.get()
+        patience = self.options.patience_seconds if found is None else found
         try:
             return replace(RETRIES, deadline_seconds=patience).call(
                 what,
@@ -169,9 +187,7 @@ class Service:
             message = f"{what}: Azure ML cannot be reached, tried for {patience:.0f} s: {words(error)}"
             raise ServiceUnreachable.of(message, error) from error
 
-    def read(
-        self, what: str, path: str, patience_seconds: float | None = None, version: str = API_VERSION, **how: str
-    ) -> dict[str, Any]:
+    def read(self, what: str, path: str, version: str = API_VERSION, **how: str) -> dict[str, Any]:
         """Return a document of the Resource Manager as JSON has it, by its path. ``how``: the ``method``, if not GET,
         and parameters of the query. Raise as `call` does."""
         from azure.core.rest import HttpRequest
@@ -185,16 +201,14 @@ class Service:
             found: dict[str, Any] = answer.json()
             return found
 
-        found = self.call(what, ask, patience_seconds)
+        found = self.call(what, ask)
         self._has_answered = self._has_answered or path.startswith(self.options.workspace_id)
         return found
 
-    def read_all(
-        self, what: str, path: str, patience_seconds: float | None = None, version: str = API_VERSION, **how: str
-    ) -> Iterator[dict[str, Any]]:
+    def read_all(self, what: str, path: str, version: str = API_VERSION, **how: str) -> Iterator[dict[str, Any]]:
         """Yield the items of a list, page by page; see `read`."""
         while path:
-            page = self.read(what, path, patience_seconds, version, **how)
+            page = self.read(what, path, version, **how)
             yield from page.get("value") or page.get("nodes") or ()
             path, version = str(page.get("nextLink") or "").removeprefix(self.address), ""
             how = {name: value for name, value in how.items() if name == "method"}  # the link has the query

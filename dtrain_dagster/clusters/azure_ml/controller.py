@@ -167,9 +167,10 @@ class JobController:
         if self.tends:
             self._own()
         try:
-            job = self.jobs.get(record["job_name"], self.options.look_patience_seconds)
-            record = self._note_look(record, job, is_missing=job is None)
-            facts = self._facts(record, job or ServiceJob(status=""), status)
+            with self.jobs.service.looking():
+                job = self.jobs.get(record["job_name"])
+                record = self._note_look(record, job, is_missing=job is None)
+                facts = self._facts(record, job or ServiceJob(status=""), status)
         except ServiceError as error:
             if isinstance(error, ScopeMissing):
                 record = self._note_look(record, None, is_missing=False)
@@ -209,11 +210,10 @@ class JobController:
             since = status["phase_since"] if status.get("phase") == phase else now
         ready, error = None, ""
         if phase == "waiting":
-            patience = options.look_patience_seconds
-            there = self.provisioner.nodes(record["compute"], patience)
+            there = self.provisioner.nodes(record["compute"])
             ready = sum(state in NODES_THERE and not at_work for _, state, at_work in there)
             if ready < record["node_count"]:
-                error = self.provisioner.allocation_error(record["compute"], patience)
+                error = self.provisioner.allocation_error(record["compute"])
         here = SkuChoice(sku=record["sku"], tier=record["tier"])
         return JobFacts(
             record=record,
@@ -273,7 +273,7 @@ class JobController:
         record, answer = facts.record, CANCEL_NOT_FOUND
         try:
             why = "the service does not know it, but it might be running anyway"
-            is_known = self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
+            is_known = self.jobs.cancel(record["job_name"], why)
         except ServiceRefused as error:
             is_known, answer = False, f"refused: {error}"
         became = "taken" if is_known else answer
@@ -384,7 +384,7 @@ class JobController:
 
     def _cancel_in_service(self, record: Record, why: str) -> None:
         if time.monotonic() - self._cancelled_at > CANCEL_AGAIN_SECONDS:
-            self.jobs.cancel(record["job_name"], why, self.options.look_patience_seconds)
+            self.jobs.cancel(record["job_name"], why)
             self._cancelled_at = time.monotonic()
 
     def _settle(self, facts: JobFacts, decision: JobDecision, starved: Starved | None = None) -> JobStatus:
@@ -477,7 +477,8 @@ class JobController:
                 self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
 
     def _logs_of(self, job_name: str, record: Record) -> dict[int, str]:
-        return self.jobs.logs(job_name, record["processes_per_node"], self.options.look_patience_seconds)
+        with self.jobs.service.looking():
+            return self.jobs.logs(job_name, record["processes_per_node"])
 
     def _said(self, record: Record) -> str:
         """Return the end of the log that most likely says why a launch failed, for its message; "" where there is none,

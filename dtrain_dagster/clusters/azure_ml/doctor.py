@@ -139,8 +139,9 @@ class Doctor:
             *(("storage", self._storage), ("sizes", self._sizes), ("images", self._image), ("network", self._network)),
         ):
             try:
-                for line in look():
-                    lines.append(line)  # those before a refusal count
+                with self.service.looking():
+                    for line in look():
+                        lines.append(line)  # those before a refusal count
             except ServiceError as error:
                 lines.append(self._refused(check, error))
         return lines
@@ -194,7 +195,7 @@ class Doctor:
     def _roles(self) -> Iterator[DoctorLine]:
         path = f"{self.options.workspace_id}/providers/Microsoft.Authorization/permissions"
         try:
-            found = list(self.service.read_all(f"read {path}", path, self.options.look_patience_seconds, "2022-04-01"))
+            found = list(self.service.read_all(f"read {path}", path, "2022-04-01"))
         except (NotFound, ScopeMissing):  # of a workspace that is not there, as its line says
             return
         except ServiceError as error:
@@ -269,4 +270,4 @@ class Doctor:
         yield DoctorLine("network", "ok", f"subnet {found.get('name')} is there")
 
     def _document(self, path: str, version: str) -> dict[str, Any]:
-        return self.service.read(f"read {path}", path, self.options.look_patience_seconds, version)
+        return self.service.read(f"read {path}", path, version)

@@ -64,18 +64,18 @@ class Jobs:
         """The scripts that go along, by job, of those that this process was asked to submit. They are in no record,
         since nodes write the run directory, and could choose a file of this machine."""
 
-    def get(self, name: str, patience_seconds: float | None = None) -> ServiceJob | None:
+    def get(self, name: str) -> ServiceJob | None:
         """Return the job, None where the service says of this very job that there is none, which may be wrong for a
         while. Raise `ServiceError` if that cannot be determined."""
         try:
-            found = self.service.read(f"look at job {name}", f"{self._path}/{name}", patience_seconds)
+            found = self.service.read(f"look at job {name}", f"{self._path}/{name}")
         except NotFound as error:
             if not error.is_about(name):
                 raise
             return None
         job = read_job(found)
         if job.status in ("Failed", "Canceled"):
-            code, message = self._why(name, job.ended_at, patience_seconds)
+            code, message = self._why(name, job.ended_at)
             return replace(job, error_code=code, error_message=message)
         return job
 
@@ -200,13 +200,13 @@ class Jobs:
         or shows it, where a right to the container's data is needed to read it."""
         return f"{self.options.root_uri}/launch-secrets", record["job_name"]
 
-    def end(self, job_name: str, reason: str, patience: float, deadline: float) -> bool:
+    def end(self, job_name: str, reason: str, deadline: float) -> bool:
         """Cancel a job, and wait until the service says that it is over. Return False if it does not before the
         deadline (of `time.monotonic`)."""
         is_asked = False
-        while (job := self.get(job_name, patience)) is None or not job.is_over:
+        while (job := self.get(job_name)) is None or not job.is_over:
             if not is_asked:
-                is_known = self.cancel(job_name, reason, patience)
+                is_known = self.cancel(job_name, reason)
                 if job is None and not is_known:  # two answers of two kinds; what runs all the same is listed again
                     return True
                 is_asked = True
@@ -221,78 +221,75 @@ class Jobs:
         with contextlib.suppress(OSError):
             open_storage(folder).delete(name)
 
-    def cancel(self, name: str, why: str, patience_seconds: float | None = None) -> bool:
+    def cancel(self, name: str, why: str) -> bool:
         """Ask the service to end the job; nothing happens if it has ended. Return False where the service says that
         there is none."""
         with self.audit.operation("job.cancel", name, why=why):
             try:
-                self.service.call(
-                    f"cancel job {name}", lambda: self.service.ml.jobs.begin_cancel(name), patience_seconds
-                )
+                with self.service.looking():  # whoever wants it asks again
+                    self.service.call(f"cancel job {name}", lambda: self.service.ml.jobs.begin_cancel(name))
             except NotFound:
                 return False
             except ServiceRefused as error:
                 if error.status not in (400, 409):  # what is over cannot be cancelled
                     raise
-                found = self.get(name, patience_seconds)
+                found = self.get(name)
                 if found is not None and not found.is_over:
                     raise
         return True
 
-    def active(self, patience_seconds: float | None = None) -> list[ServiceJob]:
+    def active(self) -> list[ServiceJob]:
         """Return the jobs of this cluster that have not ended, as the workspace lists them."""
-        jobs = self._listed(patience_seconds, tag=CLUSTER_TAG)
+        jobs = self._listed(tag=CLUSTER_TAG)
         return [job for job in jobs if job.tags.get(CLUSTER_TAG) == self.options.cluster_name and TAG in job.tags]
 
-    def on_compute(self, compute: str, patience_seconds: float | None = None) -> list[str]:
+    def on_compute(self, compute: str) -> list[str]:
         """Return the names of all users' jobs that have not ended and run on this compute, or wait for it."""
-        return [job.name for job in self._listed(patience_seconds) if job.compute == compute]
+        return [job.name for job in self._listed() if job.compute == compute]
 
-    def _listed(self, patience_seconds: float | None, **only: str) -> list[ServiceJob]:
+    def _listed(self, **only: str) -> list[ServiceJob]:
         """Return the jobs of the workspace that have not ended."""
         found, oldest = [], time.time() - OLDEST_SECONDS
-        for job in self.every_job(patience_seconds, **only):  # newest first
+        for job in self.every_job(**only):  # newest first
             if job.created_at is not None and job.created_at < oldest:
                 break
             found.append(job)
         return [job for job in found if not job.is_over]
 
-    def every_job(self, patience_seconds: float | None = None, **only: str) -> Iterator[ServiceJob]:
+    def every_job(self, **only: str) -> Iterator[ServiceJob]:
         """Yield the jobs of the workspace, of all kinds, archived ones too, in the service's order; ``only``: a filter
         of the service, such as ``tag``."""
-        asked = {"listViewType": "All", **only}
-        return map(read_job, self.service.read_all("list the jobs", self._path, patience_seconds, **asked))
+        return map(read_job, self.service.read_all("list the jobs", self._path, listViewType="All", **only))
 
     @property
     def _path(self) -> str:
         return f"{self.options.workspace_id}/jobs"
 
-    def logs(self, name: str, processes_per_node: int, patience_seconds: float | None = None) -> dict[int, str]:
+    def logs(self, name: str, processes_per_node: int) -> dict[int, str]:
         """Return the output by node, see `by_node`; {} for a job that was never submitted, or that is deleted."""
         texts: dict[int, str] = {}
         try:
-            listed = getattr(self._details(name, patience_seconds), "log_files", None) or {}
+            listed = getattr(self._details(name), "log_files", None) or {}
         except NotFound:
             return {}
         for path, address in sorted(listed.items()):
             if match := _USER_LOG.search(path):
                 with contextlib.suppress(NotFound):
-                    data = self.service.call(f"read {path}", partial(_download, address), patience_seconds)
+                    data = self.service.call(f"read {path}", partial(_download, address))
                     texts[int(match[1] or 0)] = data.decode(errors="replace")
         return by_node(texts, processes_per_node)
 
-    def _details(self, name: str, patience_seconds: float | None) -> Any:
+    def _details(self, name: str) -> Any:
         # The run history is the one place that says why a job failed, and it knows where its logs are.
         return self.service.call(
             f"look at the history of {name}",
             lambda: self.service.ml.jobs._runs_operations.get_run_details(name),
-            patience_seconds,
         )
 
-    def _why(self, name: str, ended_at: float | None, patience_seconds: float | None) -> tuple[str, str]:
+    def _why(self, name: str, ended_at: float | None) -> tuple[str, str]:
         """Return (code, message) of a job that failed. Raise `ServiceUnreachable` while its history is not there."""
         try:
-            error = getattr(self._details(name, patience_seconds), "error", None)
+            error = getattr(self._details(name), "error", None)
         except AttributeError:
             return "", ""
         except NotFound as gone:

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from dtrain_dagster.clusters.azure_ml.client import Service, ServiceError
 from dtrain_dagster.clusters.azure_ml.controller import JobController
@@ -57,6 +56,7 @@ from trainer.rundir import RunDir
 from trainer.storage.base import Storage
 from trainer.storage.open import open_storage
 
+T = TypeVar("T")
 CLUSTER = "cluster.json"
 ANYWHERE = ""
 """Compute of a job that waits for its next launch: it may be any."""
@@ -157,20 +157,18 @@ class AzureMLClusterManager(GPUClusterManager):
         all else has been."""
         problems: list[str] = []
 
-        def attempt(end: Callable[[], object]) -> None:
+        def attempt(end: Callable[..., T], *of: str) -> T | None:
             try:
-                end()
+                return end(*of)
             except ClusterError as error:
                 problems.append(str(error))
-
-        def delete_computes() -> None:
-            for name in self.provisioner.computes():
-                attempt(partial(self.provisioner.delete, name))
+                return None
 
         for status in self.list_jobs():
             if not status.state.is_final:
-                attempt(partial(self.cancel_job, status.job_id))
-        attempt(delete_computes)
+                attempt(self.cancel_job, status.job_id)
+        for name in attempt(self.provisioner.computes) or ():
+            attempt(self.provisioner.delete, name)
         if problems:
             raise ClusterError("; ".join(problems))
         self._state.delete(CLUSTER)
@@ -238,19 +236,21 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def pools(self) -> list[NodePool]:
         """Return one pool for each compute of this cluster. Jobs of others are seen by their nodes."""
-        work, used_at, patience, found = self._work(), self._use.used_at(), self.options.look_patience_seconds, []
-        for name, compute in self.provisioner.computes(patience).items():
-            nodes = self.provisioner.nodes(name, patience)
+        work, used_at, found = self._work(), self._use.used_at(), []
+        with self.service.looking():
+            seen = [(compute, self.provisioner.nodes(name)) for name, compute in self.provisioner.computes().items()]
+        for compute, nodes in seen:
             states = Counter(state for _, state, _ in nodes)
             trouble, grace = why_nodes_stay(compute.state, compute.min_nodes, self.options.operation_seconds)
+            at_work = [*work.get(ANYWHERE, ()), *work.get(compute.name, ()), *busy(nodes)]
             found.append(
                 NodePool(
-                    name=name,
+                    name=compute.name,
                     sku=spell_sku(compute.size),
                     tier=compute.tier,
                     states=dict(sorted(states.items())),
                     node_count=sum(states[state] for state in NODES_THERE),
-                    work=tuple(dict.fromkeys([*work.get(ANYWHERE, ()), *work.get(name, ()), *busy(nodes)])),
+                    work=tuple(dict.fromkeys(at_work)),
                     used_at=used_at,
                     trouble=trouble,
                     grace_seconds=grace,
@@ -261,28 +261,28 @@ class AzureMLClusterManager(GPUClusterManager):
     def scale_down(self, pool: NodePool) -> bool:
         """Delete the compute, which the next purchase makes again. Raise `InUseError` where anybody uses it, of all
         users: their work would end with it."""
-        name, patience = pool.name, self.options.look_patience_seconds
-        with self._use.giving_back(pool.used_at) as check:
+        name = pool.name
+        with self._use.giving_back(pool.used_at) as check, self.service.looking():
             work = self._work()
             if at_work := [*work.get(ANYWHERE, ()), *work.get(name, ())]:
                 raise InUseError(f"{', '.join(at_work)} is at work already")
-            if self.provisioner.settled(name, 0.0, patience) is None:  # one answer may be wrong: the list decides
-                is_gone = name not in self.provisioner.computes(patience)
+            if self.provisioner.settled(name, 0.0) is None:  # one answer may be wrong: the list decides
+                is_gone = name not in self.provisioner.computes()
             else:
                 check()
-                nodes = self.provisioner.nodes(name, patience)
-                if at_work := self.jobs.on_compute(name, patience) or busy(nodes, ("running", "preparing")):
+                nodes = self.provisioner.nodes(name)
+                if at_work := self.jobs.on_compute(name) or busy(nodes, ("running", "preparing")):
                     raise InUseError(f"compute {name} is at work already: {', '.join(at_work)}")
-                is_gone = self._delete_compute(name, patience)
+                is_gone = self._delete_compute(name)
             got = self._got()
             if is_gone and got is not None and got.compute == name:
                 self._state.delete(CLUSTER)
         return is_gone
 
-    def _delete_compute(self, name: str, patience: float) -> bool:
-        """Delete a compute with its nodes; return whether it is gone within this patience."""
+    def _delete_compute(self, name: str) -> bool:
+        """Delete a compute with its nodes; return whether it is gone within the patience of a look."""
         try:
-            self.provisioner.delete(name, patience)
+            self.provisioner.delete(name, self.options.look_patience_seconds)
         except ServiceError as error:
             if error.code not in (TIMED_OUT, "NotDeleted"):
                 raise
@@ -318,19 +318,20 @@ class AzureMLClusterManager(GPUClusterManager):
 
     def find_orphans(self, live_runs: Collection[str]) -> list[Orphan]:
         """Return the orphaned jobs with this cluster's tag. Computes without work are `pools`."""
-        active = self.jobs.active(self.options.look_patience_seconds)
+        with self.service.looking():
+            active = self.jobs.active()
         judged = [judge_job(job, self.jobs_uri, live_runs) for job in active]
         return [orphan for orphan in judged if orphan is not None]
 
     def end_orphan(self, orphan: Orphan) -> bool:
-        patience = self.options.look_patience_seconds
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + self.options.look_patience_seconds
         if orphan.job_id:
             orphan.refuse_new_owner(RunDir(f"{self.jobs_uri}/{orphan.job_id}"))
             if (self._record(orphan.job_id) or {}).get("job_name") == orphan.name:
                 self._known(orphan.job_id).ask_to_cancel()
         # Also where its run directory says that it has ended: only the service knows whether it still costs money.
-        return self.jobs.end(orphan.name, orphan.reason, patience, deadline)
+        with self.service.looking():
+            return self.jobs.end(orphan.name, orphan.reason, deadline)
 
     def _mark(self, job_id: str) -> str:
         """Mark a job that was found to run, and return the mark."""

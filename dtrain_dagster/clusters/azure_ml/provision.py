@@ -278,7 +278,7 @@ class Provisioner:
     def _run(self, what: str, begin: Any, patience_seconds: float | None = None) -> None:
         """Run a long-running operation to its end. Its state is in the compute; here only errors matter."""
         patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
-        poller = self.service.call(what, begin, patience_seconds)
+        poller = self.service.call(what, begin)
         deadline = time.monotonic() + patience
 
         def wait() -> None:
@@ -288,21 +288,20 @@ class Provisioner:
                 raise ServiceRefused(message, TIMED_OUT, 200, noted_request_id(), "it does not end")
 
         try:
-            self.service.call(what, wait, patience_seconds=0.0)
+            with self.service.patience(0.0):
+                self.service.call(what, wait)
         except ServiceUnreachable as error:  # of the questions about it, not of the operation
             _log.warning("%s: %s; looking at the compute itself", what, error)
 
-    def settled(
-        self, name: str, patience_seconds: float | None = None, look_seconds: float | None = None
-    ) -> Compute | None:
+    def settled(self, name: str, patience_seconds: float | None = None) -> Compute | None:
         """Return the compute as soon as nothing changes it any more, or when patience (None: that for operations) is
-        over; None where there is none. ``look_seconds``: patience with each question (None: that of the options)."""
+        over; None where there is none."""
         patience = self.options.operation_seconds if patience_seconds is None else patience_seconds
         deadline = time.monotonic() + patience
         while True:
             try:
                 path = f"{self.options.workspace_id}/computes/{name}"
-                compute = read_compute(self.service.read(f"look at compute {name}", path, look_seconds))
+                compute = read_compute(self.service.read(f"look at compute {name}", path))
             except NotFound:
                 return None
             if compute.state not in MOVING or time.monotonic() > deadline:
@@ -318,7 +317,7 @@ class Provisioner:
                 self._run(f"delete compute {name}", lambda: self._api.begin_delete(name), patience_seconds)
             except NotFound:
                 return
-            left = self.settled(name, patience_seconds, patience_seconds)
+            left = self.settled(name, patience_seconds)
             if left is not None:
                 raise ServiceError(
                     f"compute {name} is still there ({left.state}) after it was deleted: look at "
@@ -326,17 +325,17 @@ class Provisioner:
                     "NotDeleted",
                 )
 
-    def computes(self, patience_seconds: float | None = None) -> dict[str, Compute]:
+    def computes(self) -> dict[str, Compute]:
         """Return the computes of this cluster, by name."""
-        listed = self.service.read_all("list the computes", f"{self.options.workspace_id}/computes", patience_seconds)
+        listed = self.service.read_all("list the computes", f"{self.options.workspace_id}/computes")
         own = [item for item in listed if is_own_compute(item, self.options.cluster_name)]
         return {compute.name: compute for compute in map(read_compute, own)}
 
-    def nodes(self, name: str, patience_seconds: float | None = None) -> list[tuple[str, str, str | None]]:
+    def nodes(self, name: str) -> list[tuple[str, str, str | None]]:
         """Return (node, state, job) of each node of a compute; none where there is no such compute."""
         path = f"{self.options.workspace_id}/computes/{name}/listNodes"
         try:
-            listed = list(self.service.read_all(f"list the nodes of {name}", path, patience_seconds, method="POST"))
+            listed = list(self.service.read_all(f"list the nodes of {name}", path, method="POST"))
         except NotFound:
             return []
         return [(str(node["nodeId"]), str(node.get("nodeState") or "unknown"), node.get("runId")) for node in listed]
@@ -351,9 +350,9 @@ class Provisioner:
         listed = map(Quota.read, self.service.read_all("list the quotas", f"{self._region_id}/usages"))
         return [quota for quota in listed if quota is not None]
 
-    def allocation_error(self, name: str, patience_seconds: float) -> str:
+    def allocation_error(self, name: str) -> str:
         """Return why a compute has not more nodes, as the service says; "" where it says nothing."""
-        compute = self.settled(name, 0.0, patience_seconds)
+        compute = self.settled(name, 0.0)
         read = [classify_refusal(error, 200) for error in (compute.errors if compute is not None else ())]
         return "; ".join(f"{refusal.code}: {refusal.message}" for refusal in read)
 

@@ -46,7 +46,7 @@ from dtrain_dagster.clusters.azure_ml.states import (
     decide_job,
     note_look,
 )
-from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec, JobState
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobSpec
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.settings.azure import AzureMLOptions
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
@@ -81,97 +81,82 @@ def test_nodes_that_have_a_job_are_at_work_in_whatever_state_they_are() -> None:
     assert busy(nodes, ("running", "preparing")) == ["n2", "job-1", "n4"]
 
 
-class TestChain:
-    def test_starts_with_the_wanted_size_and_goes_tier_by_tier(self) -> None:
-        found = chain("B", ("A", "B"), ("dedicated", "low_priority"))
-        assert [(choice.sku, choice.tier) for choice in found] == [
-            ("B", "dedicated"), ("A", "dedicated"), ("B", "spot"), ("A", "spot"),
-        ]  # fmt: skip
-
-    def test_leaves_out_what_was_waited_for_in_vain(self) -> None:
-        assert V100 not in chain(V100.sku, DEFAULT_CHAIN, ("dedicated",), {V100})
-
-    def test_default_has_every_kind_of_equivalent(self) -> None:
-        names = " ".join(DEFAULT_CHAIN)
-        assert all(kind in names for kind in ("A100", "H100", "T4"))
-
-    def test_default_holds_what_can_be_bought_for_training(self) -> None:
-        for gpus, skus in DEFAULT_CHAINS.items():
-            recorded = [read_sizes()[sku] for sku in skus]
-            assert all("AmlCompute" in row.compute_types and row.gpus == gpus for row in recorded)
-            assert all(hardware_of(sku).retired_on is None for sku in skus)
-        assert DEFAULT_CHAIN[0] == BUYABLE_GPU_TYPE
+def test_the_chain_starts_with_the_wanted_size_and_goes_tier_by_tier_without_what_was_waited_for_in_vain() -> None:
+    found = chain("B", ("A", "B"), ("dedicated", "low_priority"), {SkuChoice(sku="A", tier="spot")})
+    assert [(choice.sku, choice.tier) for choice in found] == [("B", "dedicated"), ("A", "dedicated"), ("B", "spot")]
 
 
-class TestQuota:
-    def quota(self, used: int, limit: int, name: str = "standardNCSv3Family", kind: str = "") -> list[Quota]:
-        return [Quota(name=name, used=used, limit=limit, kind=kind)]
+def test_the_default_chains_hold_every_kind_that_can_be_bought_for_training() -> None:
+    assert all(kind in " ".join(DEFAULT_CHAIN) for kind in ("A100", "H100", "T4"))
+    assert DEFAULT_CHAIN[0] == BUYABLE_GPU_TYPE
+    for gpus, skus in DEFAULT_CHAINS.items():
+        recorded = [read_sizes()[sku] for sku in skus]
+        assert all("AmlCompute" in row.compute_types and row.gpus == gpus for row in recorded)
+        assert all(hardware_of(sku).retired_on is None for sku in skus)
 
-    @pytest.mark.parametrize(
-        ("used", "limit", "there", "code"),
-        [(0, 18, 0, None), (0, 17, 0, "QuotaTooSmall"), (1, 18, 0, "QuotaInUse"), (18, 18, 3, None), (0, -1, 0, None)],
-    )
-    def test_counts_cores_and_nodes_that_are_there_already(
-        self, used: int, limit: int, there: int, code: str | None
-    ) -> None:
-        refusal = examine(V100, SIZES, self.quota(used, limit), 3, there, 1)
-        assert (refusal.code if refusal else None) == code
 
-    def test_names_of_families_are_compared_by_letters_and_digits(self) -> None:
-        choice = SkuChoice(sku="Standard_NC64as_T4_v3", tier="dedicated")
-        refusal = examine(choice, SIZES, self.quota(0, 0, "standardNCASv3_T4Family"), 1, 0, 1)
-        assert refusal is not None
-        assert refusal.code == "QuotaTooSmall"
+FAMILY = "standardNCSv3Family"
+KIND = "Microsoft.MachineLearningServices/vmFamily/{}/usages"
+T4 = SkuChoice(sku="Standard_NC64as_T4_v3", tier="dedicated")
+SPOT = SkuChoice(sku=V100.sku, tier="spot")
+SPOT_TOTALS = ("TotalLowPriorityCores", "lowPriorityCores", "Total Regional Spot vCPUs")
+ENDPOINTS_ONLY = {"standard_nc6s_v3": dataclasses.replace(SIZES["standard_nc6s_v3"], compute_types=("MIR",))}
 
-    @pytest.mark.parametrize("total", ["TotalLowPriorityCores", "lowPriorityCores", "Total Regional Spot vCPUs"])
-    def test_spot_has_one_quota_for_all_families_under_each_of_its_names(self, total: str) -> None:
-        choice = dataclasses.replace(V100, tier="spot")
-        quotas = [*self.quota(0, 0), *self.quota(0, 100, total)]
-        assert examine(choice, SIZES, quotas, 3, 0, 1) is None
-        assert examine(choice, SIZES, self.quota(90, 100, total), 3, 0, 1) is not None
-        assert examine(V100, SIZES, self.quota(0, 0, total), 3, 0, 1) is None, "it does not count dedicated cores"
 
-    @pytest.mark.parametrize("total", ["TotalDedicatedCores", "Total Cluster Dedicated Regional vCPUs"])
-    def test_the_total_of_all_families_counts_too(self, total: str) -> None:
-        quotas = [*self.quota(0, 100), *self.quota(0, 17, total)]
-        assert examine(V100, SIZES, quotas, 3, 0, 1) is not None
+def quota(used: int, limit: int, name: str = FAMILY, kind: str = "") -> Quota:
+    return Quota(name=name, used=used, limit=limit, kind=kind)
 
-    @pytest.mark.parametrize("reverse", [False, True])
-    def test_what_is_too_small_for_ever_is_told_before_what_is_in_use_now(self, reverse: bool) -> None:
-        in_use, too_small = self.quota(18, 18), self.quota(0, 17, "TotalDedicatedCores")
-        quotas = [*too_small, *in_use] if reverse else [*in_use, *too_small]
-        refusal = examine(V100, SIZES, quotas, 3, 0, 1)
-        assert refusal is not None
-        assert (refusal.code, refusal.retry_seconds) == ("QuotaTooSmall", NO_QUOTA_SECONDS)
-        assert "TotalDedicatedCores" in refusal.message
 
-    def test_a_family_that_is_listed_twice_counts_on_its_own_tier(self) -> None:
-        """Recorded: one row of dedicated and one of Spot cores ("low-priority"), under the same name."""
-        kinds = ("vmFamily/dedicatedCores/usages", "vmFamily/lowPriorityCores/usages")
-        dedicated, low = (f"Microsoft.MachineLearningServices/{kind}" for kind in kinds)
-        quotas = [*self.quota(0, 100, kind=dedicated), *self.quota(0, 6, kind=low)]
-        assert examine(V100, SIZES, quotas, 3, 0, 1) is None
-        assert examine(dataclasses.replace(V100, tier="low_priority"), SIZES, quotas, 3, 0, 1) is not None
+BOTH_TIERS = [
+    quota(0, 100, kind=KIND.format("dedicatedCores")),
+    quota(0, 6, kind=KIND.format("lowPriorityCores")),
+]
 
-    def test_a_usage_without_a_name_a_limit_or_a_value_is_survived(self) -> None:
-        rows: list[Any] = [
-            {"name": None, "limit": 5, "currentValue": 0},
-            {"name": {"value": "standardNCSv3Family", "localizedValue": None}, "limit": None, "currentValue": 0},
-            {"name": {"value": "standardNCSv3Family"}, "limit": 7, "currentValue": None},
-        ]
-        assert [Quota.read(row) for row in rows] == [None, None, *self.quota(0, 7)]
 
-    def test_a_size_that_is_not_listed_or_does_not_fit_is_not_asked_for(self) -> None:
-        endpoints_only = dataclasses.replace(SIZES["standard_nc6s_v3"], compute_types=("MIR",))
-        codes = [
-            examine(SkuChoice(sku="Standard_ND96", tier="dedicated"), SIZES, [], 1, 0, 1),
-            examine(SkuChoice(sku="Standard_NC64as_T4_v3", tier="low_priority"), SIZES, [], 1, 0, 1),
-            examine(V100, SIZES, [], 1, 0, 2),
-            examine(V100, {**SIZES, "standard_nc6s_v3": endpoints_only}, [], 1, 0, 1),
-        ]
-        assert [refusal.code if refusal else "" for refusal in codes] == [
-            "SkuNotListed", "NoLowPriority", "TooFewGpus", "NotForClusters",
-        ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "quotas", "more", "code"),
+    [
+        (V100, [quota(0, 18)], {}, None),
+        (V100, [quota(0, 17)], {}, "QuotaTooSmall"),
+        (V100, [quota(1, 18)], {}, "QuotaInUse"),
+        (V100, [quota(18, 18)], {"nodes_there": 3}, None),
+        (V100, [quota(0, -1)], {}, None),
+        # Names of families are compared by letters and digits.
+        (T4, [quota(0, 0, "standardNCASv3_T4Family")], {}, "QuotaTooSmall"),
+        # The total of all families counts, too, on its own tier, under each of its names.
+        *((SPOT, [quota(0, 0), quota(0, 100, name)], {}, None) for name in SPOT_TOTALS),
+        *((SPOT, [quota(90, 100, name)], {}, "QuotaInUse") for name in SPOT_TOTALS),
+        *((V100, [quota(0, 0, name)], {}, None) for name in SPOT_TOTALS),
+        (V100, [quota(0, 100), quota(0, 17, "TotalDedicatedCores")], {}, "QuotaTooSmall"),
+        (V100, [quota(0, 100), quota(0, 17, "Total Cluster Dedicated Regional vCPUs")], {}, "QuotaTooSmall"),
+        # What is too small for ever is told before what is in use now.
+        (V100, [quota(18, 18), quota(0, 17, "TotalDedicatedCores")], {}, "QuotaTooSmall"),
+        (V100, [quota(0, 17, "TotalDedicatedCores"), quota(18, 18)], {}, "QuotaTooSmall"),
+        # Recorded: a family has one row of dedicated and one of Spot cores ("low-priority"), under the same name.
+        (V100, BOTH_TIERS, {}, None),
+        (SPOT, BOTH_TIERS, {}, "QuotaTooSmall"),
+        (SkuChoice(sku="Standard_ND96", tier="dedicated"), [], {}, "SkuNotListed"),
+        (dataclasses.replace(T4, tier="low_priority"), [], {}, "NoLowPriority"),
+        (V100, [], {"processes_per_node": 2}, "TooFewGpus"),
+        (V100, [], {"sizes": ENDPOINTS_ONLY}, "NotForClusters"),
+    ],
+)
+def test_a_choice_that_no_quota_or_offer_covers_is_not_asked_for(
+    choice: SkuChoice, quotas: list[Quota], more: dict[str, Any], code: str | None
+) -> None:
+    known = {"sizes": SIZES, "node_count": 3, "nodes_there": 0, "processes_per_node": 1} | more
+    refusal = examine(choice, quotas=quotas, **known)
+    assert (refusal.code if refusal else None) == code
+    assert refusal is None or (refusal.retry_seconds == NO_QUOTA_SECONDS) is (code != "QuotaInUse")
+
+
+def test_a_usage_without_a_name_a_limit_or_a_value_is_survived() -> None:
+    rows: list[dict[str, Any]] = [
+        {"name": None, "limit": 5, "currentValue": 0},
+        {"name": {"value": FAMILY, "localizedValue": None}, "limit": None, "currentValue": 0},
+        {"name": {"value": FAMILY}, "limit": 7, "currentValue": None},
+    ]
+    assert [Quota.read(row) for row in rows] == [None, None, quota(0, 7)]
 
 
 @pytest.mark.parametrize("name", ["dtrain", "a" * 12])
@@ -206,23 +191,22 @@ def test_the_service_is_told_its_own_word_for_spot(tier: str, word: str) -> None
     assert SkuChoice(sku="Standard_NC4as_T4_v3", tier="low_priority") == dataclasses.replace(choice, tier="spot")
 
 
-class TestOptions:
-    def test_making_a_manager_asks_nobody_and_imports_no_client(self, tmp_path: Path) -> None:
-        script = f"""
-            import sys
-            from pathlib import Path
-            from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
-            from dtrain_dagster.settings.azure import AzureMLOptions
-            AzureMLClusterManager(AzureMLOptions(
-                subscription_id="00000000-0000-4000-8000-000000000001", resource_group="g", workspace="w",
-                storage_uri="az://dtrain", image="",
-            ), Path({str(tmp_path)!r}))
-            print([name for name in sys.modules if name.split(".")[0] in ("azure", "requests", "torch", "mlflow")])
-        """
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=60
-        )
-        assert done.stdout.strip() == "[]"
+def test_making_a_manager_asks_nobody_and_imports_no_client(tmp_path: Path) -> None:
+    script = f"""
+        import sys
+        from pathlib import Path
+        from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager
+        from dtrain_dagster.settings.azure import AzureMLOptions
+        AzureMLClusterManager(AzureMLOptions(
+            subscription_id="00000000-0000-4000-8000-000000000001", resource_group="g", workspace="w",
+            storage_uri="az://dtrain", image="",
+        ), Path({str(tmp_path)!r}))
+        print([name for name in sys.modules if name.split(".")[0] in ("azure", "requests", "torch", "mlflow")])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
 
 
 PREEMPTED = "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Reason: Received warning."
@@ -249,148 +233,152 @@ def facts(status: str, **fields: Any) -> JobFacts:
     return JobFacts(record=record, job=job, **{**known, **fields})
 
 
-def decided(status: str, **fields: Any) -> tuple[str, JobState]:
+def decided(status: str, **fields: Any) -> tuple[str, str]:
     decision: JobDecision = decide_job(facts(status, **fields), PATIENCE)
     return decision.action, decision.state
 
 
-class TestStates:
-    done, failed, stopped = (
-        {"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped")
-    )
+DONE, FAILED, STOPPED, SPENT = (
+    {"status": word, "launch": 2, "error": "why"} for word in ("succeeded", "failed", "stopped", "budget")
+)
+EARLIER = {"launch": 1}
+SHORT = {"phase_since": 940.0, "allocation_error": "AllocationFailed"}
+UNSEEN = {"confirmed": False, "cancel_asked_at": 1.0}
+GONE = {"missing_since": 800.0, "cancel_answer": CANCEL_NOT_FOUND}
+TAKEN = {"stopping": WAS_THERE}
+LOSSES: tuple[dict[str, Any], ...] = (
+    {"code": "PreemptionError", "error": "Nodes of this job got pre-empted"},
+    {"error": "Execution failed. User process 'python' exited with status code 75."},
+    {"error": "Process exited with code -9"},
+    {"exit_codes": (137, 75)},
+    {"vanished": (1,)},
+    {"result": STOPPED},
+)
+DECISIONS: list[tuple[str, dict[str, Any], str, str]] = [
+    # what waits is queued until its deadline, and less where its nodes cannot be had and others can
+    *((word, {}, "report", "queued") for word in ("NotStarted", "Starting", "Provisioning", "Preparing", "Queued")),
+    ("Queued", {"phase_since": 899.0}, "stop", "queued"),
+    ("Queued", SHORT, "report", "queued"),
+    ("Queued", {**SHORT, "has_alternative": True}, "stop", "queued"),
+    ("Paused", {}, "report", "queued"),
+    ("Paused", {"phase_since": 800.0}, "stop", "queued"),
+    ("Paused", {**SHORT, "has_alternative": True}, "report", "queued"),  # it has its nodes
+    # what works is running; one that the service does not hear is believed by its nodes
+    ("Running", {"phase_since": 0.0}, "report", "running"),
+    ("Finalizing", {"phase_since": 0.0}, "report", "running"),
+    ("NotResponding", {}, "report", "running"),
+    ("NotResponding", {"phase_since": 960.0}, "stop", "running"),
+    ("NotResponding", {"phase_since": 960.0, "heard_at": 995.0}, "report", "running"),
+    ("AWordThatIsNew", {}, "report", "running"),
+    # the end is what the training says
+    ("Completed", {"result": DONE}, "settle", "succeeded"),
+    ("Failed", {"result": DONE, "error": PREEMPTED}, "settle", "succeeded"),
+    ("Completed", {"result": None}, "settle", "failed"),
+    ("Completed", {"result": DONE | EARLIER}, "settle", "failed"),
+    ("Completed", {"elastic": False}, "settle", "succeeded"),
+    ("Failed", {"result": FAILED, "error": PREEMPTED}, "settle", "failed"),
+    # a launch that lost its nodes is followed by another, one that failed by itself is not
+    *(("Failed", how, "next", "queued") for how in LOSSES),
+    *(("Failed", {**how, "resubmissions_left": 0}, "settle", "failed") for how in LOSSES),
+    *(("Failed", {**how, "elastic": False}, "settle", "failed") for how in LOSSES),
+    *(("Failed", {**how, "cancel_asked_at": 1.0}, "settle", "cancelled") for how in LOSSES),
+    ("Failed", {"exit_codes": (1,), "vanished": (0, 2)}, "settle", "failed"),
+    # nor is one that has spent its budget
+    *(
+        (word, {"result": SPENT, "exit_codes": (77, 75), **why}, "settle", "failed")
+        for word in ("Failed", "Canceled", "Completed")
+        for why in ({}, {"error": PREEMPTED}, {"vanished": (1,)}, {"stopping": "silent"})
+    ),
+    ("Failed", {"result": SPENT | EARLIER, "error": PREEMPTED}, "next", "queued"),
+    # cancelled from here or from elsewhere; the wish is repeated until the service has heard it
+    ("Canceled", {"cancel_asked_at": 1.0}, "settle", "cancelled"),
+    ("Canceled", {}, "settle", "cancelled"),
+    ("Canceled", {"code": "PreemptionError"}, "next", "queued"),
+    ("Canceled", {"stopping": "queued too long"}, "next", "queued"),
+    *((it, {"cancel_asked_at": 1.0}, "cancel", "running") for it in ("Queued", "Running", "NotResponding", "Paused")),
+    ("CancelRequested", {"cancel_asked_at": 1.0}, "report", "running"),
+    # one that is being ended is not followed before it has ended
+    ("Running", {"stopping": "silent"}, "stop", "queued"),
+    ("CancelRequested", {"stopping": "silent"}, "report", "queued"),
+    # never seen: it is being submitted, was not submitted, or need not be any more
+    ("", {"confirmed": False, "submitted_at": 995.0}, "report", "queued"),
+    ("", {"confirmed": False}, "submit", "queued"),
+    ("", UNSEEN, "make_sure", "queued"),
+    ("", {**UNSEEN, "cancel_answer": CANCEL_NOT_FOUND}, "settle", "cancelled"),
+    # not there any more: looked at again, cancelled, and only then given up
+    ("", {}, "wait", "running"),
+    ("", {"missing_since": 820.5}, "wait", "running"),
+    ("", {"cancel_asked_at": 1.0}, "cancel", "running"),
+    *(
+        ("", {"missing_since": 800.0, **more}, "make_sure", "running")
+        for more in ({}, {"cancel_asked_at": 1.0}, {"stopping": "silent"}, {"result": DONE}, {"elastic": False})
+    ),
+    ("", GONE, "settle", "failed"),
+    ("", {**GONE, "cancel_asked_at": 1.0}, "settle", "cancelled"),
+    ("", {**GONE, "result": DONE}, "settle", "succeeded"),
+    ("", {**GONE, "stopping": "queued too long"}, "next", "queued"),
+    # the service took its cancellation, so it was there: it is waited for and gone on with, unless it failed before
+    ("", TAKEN, "wait", "running"),
+    ("CancelRequested", TAKEN, "report", "queued"),
+    ("Canceled", TAKEN, "next", "queued"),
+    ("Failed", {**TAKEN, "exit_codes": (1,)}, "settle", "failed"),
+    ("Failed", {**TAKEN, "exit_codes": (137,)}, "next", "queued"),
+]
 
-    @pytest.mark.parametrize("why", [{}, {"error": PREEMPTED}, {"vanished": (1,)}, {"stopping": "silent"}])
-    def test_one_that_has_spent_its_budget_is_not_submitted_again(self, why: dict[str, Any]) -> None:
-        spent = {"status": "budget", "launch": 2, "error": "stopped at its budget"}
-        for status in ("Failed", "Canceled", "Completed"):
-            found = decide_job(facts(status, result=spent, exit_codes=(77, 75), **why), PATIENCE)
-            assert found == JobDecision("settle", JobState.FAILED, "stopped at its budget")
-        before = {**spent, "launch": 1}
-        assert decided("Failed", result=before, error=PREEMPTED) == ("next", JobState.QUEUED)
 
-    @pytest.mark.parametrize("status", ["NotStarted", "Starting", "Provisioning", "Preparing", "Queued"])
-    def test_what_waits_is_queued_until_its_deadline(self, status: str) -> None:
-        assert decided(status) == ("report", JobState.QUEUED)
-        assert decided(status, phase_since=899.0) == ("stop", JobState.QUEUED)
-        waits = decide_job(facts(status, nodes_ready=2), PATIENCE).message
-        assert waits == "has been waiting for nodes for 10 s, 2 of 3 nodes are there"
-        assert decide_job(facts(status), PATIENCE).message == "has been waiting for nodes for 10 s"
+def test_a_launch_is_decided_by_all_its_witnesses() -> None:
+    wrong = [
+        (word, seen, *decided(word, **seen)) for word, seen, *said in DECISIONS if [*decided(word, **seen)] != said
+    ]
+    assert wrong == []
 
-    def test_where_nodes_cannot_be_had_and_others_can_it_waits_less(self) -> None:
-        short = {"phase_since": 940.0, "allocation_error": "AllocationFailed"}
-        assert decided("Queued", **short) == ("report", JobState.QUEUED)
-        assert decided("Queued", has_alternative=True, **short) == ("stop", JobState.QUEUED)
 
-    @pytest.mark.parametrize("status", ["Running", "Finalizing"])
-    def test_what_works_is_running(self, status: str) -> None:
-        assert decided(status, phase_since=0.0) == ("report", JobState.RUNNING)
+NOT_HEARD = "the service says NotResponding; its nodes were last heard from 4 s ago"
 
-    def test_a_job_that_is_not_heard_of_is_believed_by_its_nodes(self) -> None:
-        assert decided("NotResponding") == ("report", JobState.RUNNING)
-        heard = decide_job(facts("NotResponding", heard_at=996.0), PATIENCE).message
-        assert heard == "the service says NotResponding; its nodes were last heard from 4 s ago"
-        assert decided("NotResponding", phase_since=960.0) == ("stop", JobState.RUNNING)
-        assert decided("NotResponding", phase_since=960.0, heard_at=995.0) == ("report", JobState.RUNNING)
-        assert decided("AWordThatIsNew") == ("report", JobState.RUNNING)
 
-    def test_a_paused_job_waits_no_longer_than_in_the_queue(self) -> None:
-        assert decided("Paused") == ("report", JobState.QUEUED)
-        assert decided("Paused", phase_since=800.0) == ("stop", JobState.QUEUED)
-        assert decide_job(facts("Paused"), PATIENCE).message == "has been paused by the service for 10 s"
-        cause = {"phase_since": 940.0, "allocation_error": "AllocationFailed", "has_alternative": True}
-        assert decided("Paused", **cause) == ("report", JobState.QUEUED), "of nodes that it has"
+@pytest.mark.parametrize(
+    ("status", "seen", "says"),
+    [
+        ("Queued", {"nodes_ready": 2}, "has been waiting for nodes for 10 s, 2 of 3 nodes are there"),
+        ("Queued", {}, "has been waiting for nodes for 10 s"),
+        (
+            "NotResponding",
+            {"heard_at": 996.0},
+            NOT_HEARD,
+        ),
+        ("Paused", {}, "has been paused by the service for 10 s"),
+        ("Failed", {"result": SPENT, "error": PREEMPTED}, "why"),
+        ("Failed", {"error": "exited with code 1"}, "exited with code 1"),
+        ("Failed", {"exit_codes": (2, 75)}, "the service does not say why"),
+        ("Failed", {"error": "no such image"}, "no such image"),
+        ("", {**GONE, "result": FAILED}, "why"),
+        ("", {**GONE, "result": SPENT}, "why"),
+        (
+            "",
+            {**GONE, "cancel_answer": "refused: no role"},
+            "the job was deleted from the workspace: the service has not known it for 200 s; its cancellation was "
+            "refused: no role",
+        ),
+    ],
+)
+def test_a_decision_says_why(status: str, seen: dict[str, Any], says: str) -> None:
+    assert decide_job(facts(status, **seen), PATIENCE).message == says
 
-    def test_the_end_is_what_the_training_says(self) -> None:
-        assert decided("Completed", result=self.done) == ("settle", JobState.SUCCEEDED)
-        assert decided("Failed", result=self.done, error=PREEMPTED) == ("settle", JobState.SUCCEEDED)
-        assert decided("Completed", result=None) == ("settle", JobState.FAILED)
-        assert decided("Completed", result={**self.done, "launch": 1}) == ("settle", JobState.FAILED)
-        assert decided("Completed", elastic=False) == ("settle", JobState.SUCCEEDED)
-        assert decided("Failed", result=self.failed, error=PREEMPTED) == ("settle", JobState.FAILED)
 
-    @pytest.mark.parametrize(
-        "how",
-        [
-            {"code": "PreemptionError", "error": "Nodes of this job got pre-empted"},
-            {"error": "Execution failed. User process 'python' exited with status code 75."},
-            {"error": "Process exited with code -9"},
-            {"exit_codes": (137, 75)},
-            {"vanished": (1,)},
-            {"result": stopped},
-        ],
-    )
-    def test_a_launch_that_lost_its_nodes_is_followed_by_another(self, how: dict[str, Any]) -> None:
-        assert decided("Failed", **how) == ("next", JobState.QUEUED)
-        assert decided("Failed", **how, resubmissions_left=0) == ("settle", JobState.FAILED)
-        assert decided("Failed", **how, elastic=False) == ("settle", JobState.FAILED)
-        assert decided("Failed", **how, cancel_asked_at=1.0) == ("settle", JobState.CANCELLED)
-
-    @pytest.mark.parametrize(
-        "how", [{"error": "exited with code 1"}, {"exit_codes": (2, 75)}, {"error": "no such image"}]
-    )
-    def test_a_launch_that_failed_by_itself_is_not(self, how: dict[str, Any]) -> None:
-        found = decide_job(facts("Failed", **how), PATIENCE)
-        assert (found.action, found.state) == ("settle", JobState.FAILED)
-        assert found.message.startswith(how.get("error", "")), "in the service's words"
-
-    def test_a_failure_of_its_own_counts_more_than_nodes_that_vanished_with_it(self) -> None:
-        assert decided("Failed", exit_codes=(1,), vanished=(0, 2)) == ("settle", JobState.FAILED)
-
-    def test_what_was_cancelled_from_here_or_from_elsewhere(self) -> None:
-        assert decided("Canceled", cancel_asked_at=1.0) == ("settle", JobState.CANCELLED)
-        assert decided("Canceled") == ("settle", JobState.CANCELLED)
-        assert decided("Canceled", code="PreemptionError") == ("next", JobState.QUEUED)
-        assert decided("Canceled", stopping="queued too long") == ("next", JobState.QUEUED)
-
-    def test_a_wish_to_cancel_is_repeated_until_the_service_has_heard_it(self) -> None:
-        for status in ("Queued", "Running", "NotResponding", "Paused"):
-            assert decided(status, cancel_asked_at=1.0)[0] == "cancel"
-        assert decided("CancelRequested", cancel_asked_at=1.0)[0] == "report"
-
-    def test_a_launch_that_is_being_ended_is_not_followed_before_it_has_ended(self) -> None:
-        assert decided("Running", stopping="silent")[0] == "stop"
-        assert decided("CancelRequested", stopping="silent")[0] == "report"
-
-    def test_a_job_that_is_not_there(self) -> None:
-        assert decided("", confirmed=False, submitted_at=995.0) == ("report", JobState.QUEUED)
-        assert decided("", confirmed=False) == ("submit", JobState.QUEUED)
-        unseen: dict[str, Any] = {"confirmed": False, "cancel_asked_at": 1.0}
-        assert decided("", **unseen)[0] == "make_sure"
-        assert decided("", **unseen, cancel_answer=CANCEL_NOT_FOUND) == ("settle", JobState.CANCELLED)
-
-    def test_a_job_that_is_not_there_any_more_is_looked_at_again_and_cancelled_before_it_is_given_up(self) -> None:
-        assert decided("")[0] == decided("", missing_since=820.5)[0] == "wait"
-        assert decided("", cancel_asked_at=1.0)[0] == "cancel"
-        gone: dict[str, Any] = {"missing_since": 800.0}
-        for more in ({}, {"cancel_asked_at": 1.0}, {"stopping": "silent"}, {"result": self.done}, {"elastic": False}):
-            assert decided("", **gone, **more)[0] == "make_sure"
-        gone["cancel_answer"] = CANCEL_NOT_FOUND
-        assert decided("", **gone) == ("settle", JobState.FAILED)
-        assert decided("", **gone, cancel_asked_at=1.0) == ("settle", JobState.CANCELLED)
-        assert decided("", **gone, result=self.done) == ("settle", JobState.SUCCEEDED)
-        for why in (self.failed, {"status": "budget", "launch": 2, "error": "why"}):
-            found = decide_job(facts("", **gone, result=why), PATIENCE)
-            assert found == JobDecision("settle", JobState.FAILED, "why")
-        assert decided("", **gone, stopping="queued too long") == ("next", JobState.QUEUED)
-        refused = decide_job(facts("", missing_since=800.0, cancel_answer="refused: no role"), PATIENCE)
-        assert refused.state is JobState.FAILED
-        assert "refused: no role" in refused.message
-        assert "has not known it for 200 s;" in refused.message
-
-    def test_a_job_whose_cancellation_was_taken_is_waited_for_and_gone_on_with(self) -> None:
-        taken = {"stopping": WAS_THERE}
-        assert decided("", **taken)[0] == "wait"
-        assert decided("CancelRequested", **taken)[0] == "report"
-        assert decided("Canceled", **taken) == ("next", JobState.QUEUED)
-        assert decided("Failed", **taken, exit_codes=(1,)) == ("settle", JobState.FAILED), "it had failed before that"
-        assert decided("Failed", **taken, exit_codes=(137,)) == ("next", JobState.QUEUED)
-
-    def test_a_job_is_unknown_since_the_first_of_the_looks_that_did_not_find_it(self) -> None:
-        assert note_look(None, True, 500.0, 0.0, PATIENCE) == 500.0
-        assert note_look(500.0, True, 600.0, 0.0, PATIENCE) == 500.0
-        assert note_look(500.0, False, 600.0, 0.0, PATIENCE) is None, "it is there, or its workspace is not"
-        assert note_look(None, True, 500.0, 495.0, PATIENCE) is None, "it was asked for just now"
-        assert note_look(500.0, True, 4100.0, 0.0, PATIENCE) == 4100.0, "nobody may have looked for an hour"
+@pytest.mark.parametrize(
+    ("since", "is_missing", "now", "asked_at", "after"),
+    [
+        (None, True, 500.0, 0.0, 500.0),
+        (500.0, True, 600.0, 0.0, 500.0),
+        (500.0, False, 600.0, 0.0, None),  # it is there, or its workspace is not
+        (None, True, 500.0, 495.0, None),  # it was asked for just now
+        (500.0, True, 4100.0, 0.0, 4100.0),  # nobody may have looked for an hour
+    ],
+)
+def test_a_job_is_unknown_since_the_first_of_the_looks_that_did_not_find_it(
+    since: float | None, is_missing: bool, now: float, asked_at: float, after: float | None
+) -> None:
+    assert note_look(since, is_missing, now, asked_at, PATIENCE) == after
 
 
 class TestOrphans:
