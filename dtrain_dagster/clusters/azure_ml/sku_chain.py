@@ -16,7 +16,7 @@ from datetime import date
 from typing import Any, Literal
 
 from dtrain_dagster.clusters.base import NoCapacityError
-from dtrain_dagster.costs.prices import PriceError, hardware_of, price_of
+from dtrain_dagster.costs.prices import PriceError, SkuPrice, hardware_of, price_of
 from dtrain_dagster.settings.cluster_kinds import SPOT_QUOTA, current_tier, tier_in_words, tier_of
 from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE
 
@@ -262,35 +262,38 @@ def no_capacity(node_count: int, attempts: Sequence[Attempt], refusals: Sequence
 def default_chain(ranks: int, tiers: Sequence[str]) -> tuple[str, ...]:
     """Return the sizes to try where none are set: those with a GPU for each rank of a node that have a known price in
     the region (``DTRAIN_REGION``) on each of these tiers. What has no price is not bought."""
-    return tuple(
-        sku for sku in DEFAULT_CHAINS.get(ranks, DEFAULT_CHAIN) if all(_has_price(sku, tier) for tier in tiers)
-    )
+
+    def has_price(sku: str) -> bool:
+        try:
+            return all(price_of(sku).figure(tier_of(tier)) for tier in tiers)
+        except PriceError:
+            return False
+
+    return tuple(filter(has_price, DEFAULT_CHAINS.get(ranks, DEFAULT_CHAIN)))
 
 
-def _has_price(sku: str, tier: str) -> bool:
+def _known(sku: str) -> SkuPrice | None:
+    """Return the price table's entry of a size, None for one that it does not have."""
     try:
-        price_of(sku).figure(tier_of(tier))
+        return hardware_of(sku)
     except PriceError:
-        return False
-    return True
+        return None
 
 
 def node_environment_of(sku: str) -> dict[str, str]:
     """Return the variables that NCCL needs on nodes of this size: over InfiniBand where it has it, else over Ethernet
     without a search for it. Nothing for one that the price table does not know: NCCL finds its own way there."""
-    try:
-        return {"NCCL_IB_DISABLE": "0" if hardware_of(sku).infiniband else "1", "NCCL_SOCKET_IFNAME": INTERFACES}
-    except PriceError:
+    known = _known(sku)
+    if known is None:
         return {}
+    return {"NCCL_IB_DISABLE": "0" if known.infiniband else "1", "NCCL_SOCKET_IFNAME": INTERFACES}
 
 
 def spell_sku(name: str) -> str:
     """Return a size as the price table spells it: the service answers ``STANDARD_NC6S_V3``. Unknown ones stay as they
     are."""
-    try:
-        return hardware_of(name).sku
-    except PriceError:
-        return name
+    known = _known(name)
+    return name if known is None else known.sku
 
 
 def explain_shared_gpu(sku: str, ranks: int) -> str:
@@ -305,10 +308,8 @@ def explain_shared_gpu(sku: str, ranks: int) -> str:
 
 def explain_retired(sku: str, today: date) -> str:
     """Return a sentence on a size that Azure has retired, with one to take instead; "" for any other."""
-    try:
-        retired_on = hardware_of(sku).retired_on
-    except PriceError:
-        return ""
+    known = _known(sku)
+    retired_on = None if known is None else known.retired_on
     if retired_on is None or date.fromisoformat(retired_on) > today:
         return ""
     return (
