@@ -252,16 +252,6 @@ def test_only_who_tends_a_job_goes_on_with_it(stage: Stage) -> None:
     assert end(manager, spec).state is JobState.SUCCEEDED
 
 
-@pytest.mark.long
-def test_a_name_that_is_taken_by_another_job_is_not_taken_for_ours(stage: Stage) -> None:
-    manager, spec = stage.run()
-    assert end(manager, spec).state is JobState.SUCCEEDED
-    RunDir(spec.run_dir).storage.delete("")  # somebody has cleared the storage, and the workspace remembers
-    with pytest.raises(ClusterError, match=r"has another job .* start this one under another name"):
-        stage.manager().submit_job(spec)
-    assert len(stage.jobs()) == 1
-
-
 def test_paid_time_is_what_nodes_wrote_and_ends_when_they_were_last_heard_of(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
     rundir, now = RunDir(spec.run_dir), time.time()

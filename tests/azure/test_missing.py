@@ -70,18 +70,6 @@ def test_a_job_that_stays_unknown_is_cancelled_before_it_is_given_up(stage: Stag
     assert manager.jobs.end(f"{spec.job_id}-l1", "the end of the test", time.monotonic() + 30)
 
 
-@pytest.mark.long
-def test_a_job_whose_cancellation_is_taken_was_there_and_is_gone_on_with(stage: Stage) -> None:
-    manager, spec = stage.run(LAST_ONE_DONE, missing_seconds=3.0)
-    is_running(stage, manager, spec)
-    stage.control("fault", fault="hide", name=f"{spec.job_id}-l1", by="get", seconds=6)
-    assert end(manager, spec).state is JobState.SUCCEEDED
-    assert {name: job["status"] for name, job in stage.jobs().items()} == {
-        f"{spec.job_id}-l1": "Canceled", f"{spec.job_id}-l2": "Completed",
-    }  # fmt: skip
-    assert "accepted its cancellation" in RunDir(spec.run_dir).read_json(LAUNCH)["history"][0]["reason"]
-
-
 def test_a_job_that_stays_unknown_though_its_cancellation_is_taken_is_gone_on_with(stage: Stage) -> None:
     manager, spec = stage.run(LAST_ONE_DONE, missing_seconds=1.0)
     is_running(stage, manager, spec)

@@ -93,21 +93,6 @@ def test_the_client_says_which_it_is(httpserver: HTTPServer, status: int, name: 
     assert "az login" not in said
 
 
-@pytest.mark.parametrize(("code", "message"), [BY_NETWORK["workspace-401"], BY_ROLE["arm"]], ids=["network", "role"])
-def test_the_registry_of_models_says_which_it_is(code: str, message: str) -> None:
-    from azure.core.exceptions import HttpResponseError
-
-    from dtrain_dagster.registry.azure import _explained
-    from dtrain_dagster.registry.versions import RegistryError
-
-    error = HttpResponseError(f"({code}) {message}")
-    error.status_code = 403
-    with pytest.raises(RegistryError) as caught, _explained("read the model"):
-        raise error
-    assert ("network restriction, not a missing role" in str(caught.value)) is (code == "UserError")
-    assert ("lacks a role" in str(caught.value)) is (code != "UserError")
-
-
 @pytest.mark.parametrize(
     ("name", "remedy", "other"),
     [

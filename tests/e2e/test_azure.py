@@ -63,7 +63,7 @@ def test_the_graph_is_materialized_though_a_size_is_refused_and_a_node_is_lost(
                 "PYTHONPATH": os.pathsep.join([cloud.environment["PYTHONPATH"], str(ROOT)]),
             },
         )
-        options = {"epochs": 8, "checkpoint_frequency": 10, "warmup_steps": 3}
+        options = {"epochs": 4, "checkpoint_frequency": 10, "warmup_steps": 3}
         config = json.dumps({"ops": {"cost_estimate": {"config": options}}})
         command = (
             "dagster",
