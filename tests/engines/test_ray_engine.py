@@ -67,7 +67,6 @@ def test_nodes_run_once_and_end_in_order_or_at_once(make: Callable[..., RayEngin
     for node, name in enumerate(names):
         wait_for_output(engine, name, f"node {node}")
     engine.close()  # its driver's end changes nothing
-    engine._tried_at = float("-inf")
     engine.cancel(names[:1], force=False)
     engine.cancel(names[1:], force=True)
     first, second = wait_for(engine, launch, "ended", 2)
@@ -101,8 +100,6 @@ def test_a_cluster_that_is_not_there_is_told(make: Callable[..., RayEngine], lau
     engine = make(address="127.0.0.1:9", dashboard=None)
     with pytest.raises(EngineUnreachableError, match="set DTRAIN_RAY_ADDRESS"):
         engine.submit(launch, 0, 1)
-    with pytest.raises(EngineUnreachableError, match="a moment ago"):
-        engine.list_jobs(launch)
 
 
 @pytest.mark.long

@@ -1,23 +1,23 @@
-"""The driver: a process of its own that talks with a Ray cluster, in lines of JSON with the engine.
+"""The driver: a process of its own that talks with a Ray cluster, and through a pipe with the engine.
 
-``python -m dtrain_dagster.clusters.ray.driver ADDRESS``. A driver of Ray ends with the cluster's head, and
-must not take the supervisor with it. Nodes are detached actors: they outlive drivers.
+``python -m dtrain_dagster.clusters.ray.driver PIPE ADDRESS [DASHBOARD]``. A driver of Ray ends with the cluster's head,
+and must not take the supervisor with it. Nodes are detached actors: they outlive drivers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from dtrain_dagster.clusters.ray import ACTOR
-
+ACTOR = "DtrainNode"
+"""The class of nodes in Ray's lists."""
 ADDRESS_VARIABLES = ("DTRAIN_HOST", "DTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables of a machine that say at which of its addresses a node is reached; else it is Ray's own."""
 NAMESPACE = "dtrain"
@@ -98,7 +98,7 @@ def actor_options(name: str, demand: Mapping[str, float]) -> dict[str, Any]:
 class Driver:
     """One connection to a cluster."""
 
-    def __init__(self, address: str, dashboard: str | None) -> None:
+    def __init__(self, address: str, dashboard: str | None = None) -> None:
         import ray
 
         self.ray = ray
@@ -169,22 +169,18 @@ class Driver:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answer one request per line until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints goes into the log
-    driver = Driver(arguments[0], arguments[1] if len(arguments) > 1 else None)
-
-    def answer(said: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-
-    answer({"ready": True})
-    for line in sys.stdin:
-        try:
-            request = json.loads(line)
-            answer({"found": getattr(driver, request.pop("do"))(**request)})
-        except Exception as error:  # whatever it is, the engine has to know
-            answer({"error": f"{type(error).__name__}: {error}"})
+    """Answer requests (a method of `Driver` and its arguments) with what was found and what went wrong, until the
+    other end of the pipe closes."""
+    engine: Connection[Any, Any] = Connection(int(arguments[0]))
+    driver: Driver | None = None
+    with contextlib.suppress(EOFError):
+        while True:
+            do, given = engine.recv()
+            try:
+                driver = driver or Driver(*arguments[1:])
+                engine.send((getattr(driver, do)(**given), ""))
+            except Exception as error:  # whatever it is, the engine has to know
+                engine.send((None, f"{type(error).__name__}: {error}"))
     return 0
 
 

@@ -6,20 +6,19 @@ What is asked of the cluster belongs in `driver`, and what follows from it in `d
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import selectors
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from dtrain_dagster.clusters.ray import ACTOR
-from dtrain_dagster.clusters.ray.driver import actor_options
+from dtrain_dagster.clusters.ray.driver import ACTOR, actor_options
 from dtrain_dagster.clusters.submission import Request, json_text, others_like_first, process_lines
 from dtrain_dagster.clusters.supervision.engine import (
     Cause,
@@ -56,7 +55,7 @@ def read_actor(
         state, reason = "pending", explain_waiting(demand, largest)
     elif actor["state"] == "DEAD":
         state, lost = "ended", code is None
-        reason = " ".join(str(actor["why"]).split())[:300] if lost else ""
+        reason = " ".join(str(actor["why"]).split())[:MOST_WORDS] if lost else ""
         cause = _cause_of(reason.lower()) if lost else ""
     return EngineJob(
         id=actor["name"],
@@ -93,8 +92,11 @@ def explain_waiting(demand: Mapping[str, float], largest: Sequence[Mapping[str, 
 
 DRIVER = "dtrain_dagster.clusters.ray.driver"
 START_SECONDS, ANSWER_SECONDS = 60.0, 25.0
-AGAIN_SECONDS = 5.0
-"""Seconds between two tries to start a driver."""
+"""Seconds for the first answer of a driver, which has to join the cluster, and for any other."""
+
+
+MOST_WORDS = 300
+"""Characters of Ray's own words that are repeated."""
 
 
 def _knock(address: str) -> None:
@@ -118,8 +120,7 @@ class RayEngine(Engine):
 
     def __init__(self, options: RaySettings, run_dir: str, command: Command) -> None:
         super().__init__(options, run_dir, command)
-        self._driver: subprocess.Popen[str] | None = None
-        self._tried_at = float("-inf")
+        self._driver: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
         self._ended: dict[str, float] = {}
         """When the end of a node was seen first, in Unix seconds: Ray's lists do not say."""
 
@@ -169,12 +170,10 @@ class RayEngine(Engine):
 
     def close(self) -> None:
         if self._driver is not None:
-            self._driver.kill()
-            self._driver.wait()
-            for pipe in (self._driver.stdin, self._driver.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+            process, pipe = self._driver
+            process.kill()
+            process.wait()
+            pipe.close()
             self._driver = None
 
     # ---
@@ -184,70 +183,47 @@ class RayEngine(Engine):
 
     def _code(self, name: str) -> int | None:
         with contextlib.suppress(OSError, ValueError):
-            return int(self._output(name).with_name(f"{self._output(name).name}.code").read_text())
+            return int(Path(f"{self._output(name)}.code").read_text())
         return None
 
     def _ask(self, do: str, **given: Any) -> Any:
-        driver = self._driver or self._start()
-        assert driver.stdin is not None
+        """Have a driver do something, which is started where there is none. One that does not answer, or has lost its
+        cluster, which it does not find again, is ended."""
+        seconds = START_SECONDS if self._driver is None else ANSWER_SECONDS
+        _, pipe = self._driver = self._driver or self._start()
         try:
-            driver.stdin.write(json.dumps({"do": do, **given}) + "\n")
-            driver.stdin.flush()
-            answer = self._answer(driver, ANSWER_SECONDS)
-        except (OSError, EngineUnreachableError) as error:
-            self.close()
-            raise EngineUnreachableError(f"the Ray cluster does not answer: {error}") from None
-        if "error" in answer:
-            self.close()  # a driver that lost its cluster does not find it again
-            raise EngineUnreachableError(f"the Ray cluster cannot be queried: {answer['error']}")
-        return answer["found"]
+            pipe.send((do, given))
+            if not pipe.poll(seconds):
+                raise TimeoutError(f"no answer within {seconds:.0f} s")
+            found, wrong = pipe.recv()
+        except EOFError:
+            found, wrong = None, "its driver has ended"
+        except OSError as error:
+            found, wrong = None, str(error)
+        if not wrong:
+            return found
+        self.close()
+        if "No module named 'ray'" in wrong:
+            raise EngineError("DTRAIN_CLUSTER=ray needs the package ray: pip install 'dtrain[ray]'")
+        raise EngineUnreachableError(
+            f"the Ray cluster at {self.options.address} does not answer: {wrong[:MOST_WORDS]}; is it there? Else start "
+            f"one with `ray start --head`, or set {S}ADDRESS"
+        )
 
-    def _start(self) -> subprocess.Popen[str]:
-        if time.monotonic() - self._tried_at < AGAIN_SECONDS:
-            raise EngineUnreachableError("the Ray cluster did not answer a moment ago")
-        self._tried_at = time.monotonic()
-        _knock(self.options.address)
-        own = {name: value for name, value in os.environ.items() if name not in (MARK, "RAY_ADDRESS")}
-        dashboard = [self.options.dashboard] if self.options.dashboard else []
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
         address = self.options.address
-        if address == "auto":
-            own |= {name: value for name, value in os.environ.items() if name == "RAY_ADDRESS"}
-        self._driver = subprocess.Popen(
-            [sys.executable, "-P", "-m", DRIVER, address, *dashboard],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        _knock(address)
+        left_out = {MARK} if address == "auto" else {MARK, "RAY_ADDRESS"}
+        own = {name: value for name, value in os.environ.items() if name not in left_out}
+        ours, theirs = Pipe()
+        dashboard = [self.options.dashboard] if self.options.dashboard else []
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", DRIVER, str(theirs.fileno()), address, *dashboard],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
             env=own | {"RAY_DISABLE_IMPORT_WARNING": "1", "PYTHONWARNINGS": "ignore"},
         )
-        try:
-            self._answer(self._driver, START_SECONDS)
-        except EngineUnreachableError as error:
-            said = self._last_words()
-            self.close()
-            if "No module named 'ray'" in said:
-                raise EngineError("DTRAIN_CLUSTER=ray needs the package ray: pip install 'dtrain[ray]'") from None
-            raise EngineUnreachableError(
-                f"no Ray cluster at {address} ({said or error}); start one with `ray start --head`, or set "
-                "DTRAIN_RAY_ADDRESS"
-            ) from None
-        return self._driver
-
-    def _last_words(self) -> str:
-        driver = self._driver
-        if driver is None or driver.stderr is None or driver.poll() is None:
-            return ""
-        lines = driver.stderr.read().strip().splitlines()
-        return lines[-1][:300] if lines else ""
-
-    def _answer(self, driver: subprocess.Popen[str], seconds: float) -> Any:
-        assert driver.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(driver.stdout, selectors.EVENT_READ)
-            if not selector.select(seconds):
-                raise EngineUnreachableError(f"no answer within {seconds:.0f} s")
-        line = driver.stdout.readline()
-        if not line:
-            driver.wait()
-            raise EngineUnreachableError("its driver has ended")
-        return json.loads(line)
+        theirs.close()
+        return process, ours
