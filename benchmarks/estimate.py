@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks.host import busy_beside, note, options_of, stop_on_signals, tell
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from dtrain_dagster.costs.estimate import Forecast, Interval, LearnedCorrection, Sizes
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset

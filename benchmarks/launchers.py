@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.host import free_port
 from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from harness.engines.engine_training import Training
 from harness.engines.machines import Machines
 from harness.metadata_service import MetadataService

@@ -229,7 +229,7 @@ class ClusterConfiguration(BaseModel):
             tends = tends or run_id is not None
             return AzureMLClusterManager(self.azure_options(), Path(self.home), run_id, tends)
         from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
-        from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+        from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 
         settings = LaunchSettings(
             engine=self.kind,

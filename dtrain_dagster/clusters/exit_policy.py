@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.documents.presences import NodePresence
 from trainer.exit_codes import DONE, EVICTED, FAILED, LOST, MEANINGS, UNFIT, UNUSABLE, is_loss
 
 
@@ -27,16 +28,26 @@ class ProcessEnd:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFacts:
-    """The facts about a node, in its newest incarnation."""
+class PlacedNode:
+    """The newest incarnation of a node, as its placer saw it last."""
 
     node_id: int
+    incarnation: int = 1
     codes: tuple[int | None, ...]
     """The exit codes by local rank, or minus the number of the signal; None for a process that runs."""
+    state: Literal["pending", "running", "kept", "gone"] = "running"
+    """``pending``: the engine has not started it yet. ``kept``: its ranks have ended, and it is left in place for a
+    person. ``gone``: nothing of it is left."""
     gone_seconds: float | None = None
     """Seconds since nothing of the node is left, children of its processes included; None while something is."""
     is_taken: bool = False
     """Whether it was taken away, as by preemption, and nothing has failed."""
+    presence: NodePresence | None = None
+    """Its record in the run directory; None while it is pending."""
+    reason: str = ""
+    """Why it waits, or why it ended, in the words of the engine; "" where the exit codes say all."""
+    queued_at: float | None = None
+    """The time at which the engine was asked for it, in Unix seconds, while it is pending."""
 
     @property
     def runs(self) -> bool:
@@ -77,7 +88,7 @@ nothing of the job."""
 
 
 def decide_after_exit(
-    nodes: Sequence[NodeFacts],
+    nodes: Sequence[PlacedNode],
     finished: bool,
     replacements_left: int,
     launches_left: int,
@@ -125,7 +136,7 @@ def decide_after_exit(
     return ExitDecision(action="give_up", reason=_why(codes, bool(lost_peers)))
 
 
-def decide_plainly(nodes: Sequence[NodeFacts]) -> ExitDecision:
+def decide_plainly(nodes: Sequence[PlacedNode]) -> ExitDecision:
     """Return the action for a job whose processes need each other: any failure ends it."""
     if any(code for node in nodes for code in node.codes):
         return ExitDecision(action="fail")

@@ -2,7 +2,7 @@
 
 It chooses the placer by the launch, and stands above the rooms of all kinds of clusters for that.
 
-The manager of a cluster starts the supervisor (`supervision.submit`) and knows it by its name only. It starts in a
+The manager of a cluster starts the supervisor (`supervision.launch`) and knows it by its name only. It starts in a
 moment and outlives the submitting process, so its imports must be light.
 """
 
@@ -20,10 +20,9 @@ from dtrain_dagster.clusters import presence as presences
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.clusters.hosts import HostRecord
 from dtrain_dagster.clusters.notices import RETRIES, Announcement, notice_addresses, tell
+from dtrain_dagster.clusters.supervision.launch import options_file, outlives_supervisor, read_options
 from dtrain_dagster.clusters.supervision.local_placer import LocalPlacer
 from dtrain_dagster.clusters.supervision.placer import Placer, say
-from dtrain_dagster.clusters.supervision.settle import outlives_supervisor
-from dtrain_dagster.clusters.supervision.submit import options_file, read_options
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor, begin_clock
 from dtrain_dagster.settings.cluster_kinds import cluster_key
 from trainer.comm.descriptors import raise_descriptor_limit

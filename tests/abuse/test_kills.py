@@ -19,7 +19,7 @@ from dtrain_dagster.__main__ import main as home_commands
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.settle import new_token, signal_supervisor, sweep
+from dtrain_dagster.clusters.supervision.launch import new_token, signal_supervisor, sweep
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.building import LEFT_SECONDS, building_in
 from harness import small_job

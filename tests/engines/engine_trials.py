@@ -25,7 +25,7 @@ from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.base import ClusterError, JobState
 from dtrain_dagster.clusters.hosts import HostEvent
 from dtrain_dagster.clusters.managers import EngineClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from harness.engines.engine_training import (
     NODES,
     PACED,

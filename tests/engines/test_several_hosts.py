@@ -13,7 +13,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import EngineClusterManager, LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from harness.engines.engine_training import NODES, STEPS, Outcome, Training, own_models, train_here, write_job
 from harness.engines.machines import Machines, missing, open_machines
 from harness.namespaces import Hosts, NoNamespacesError

@@ -9,7 +9,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import EngineClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from harness.engines.engine_training import PACED, STEPS, Outcome, Training, write_job
 from harness.engines.machines import Slurmds
 from harness.metadata_service import metadata_service

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
+from dtrain_dagster.clusters.exit_policy import PlacedNode
 from dtrain_dagster.clusters.hosts import Exclusion, HostRecord
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
 from dtrain_dagster.clusters.supervision.placer import (
     ABANDON_SECONDS,
     HANDOVER_SECONDS,
     NodeRecord,
-    PlacedNode,
     Placer,
     close_presence,
     find_fault,
@@ -96,17 +96,16 @@ class AgentPlacer(Placer):
         the end of the one before says of its host is recorded first."""
         if (before := self.nodes.get(node_id)) is not None:
             self._note_fault(before)
-        self.nodes[node_id] = self._submit(NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now()))
+        self.nodes[node_id] = self._submit(self._record(node_id, incarnation))
 
     def look(self) -> Mapping[int, PlacedNode]:
         """Read the presences, ask the engine where it is time, and carry on with what has begun: submissions, ends,
         successors."""
-        for records, record in self._all():
-            if record.gone_at is None:
-                records[record.node_id] = self._read_presence(record)
+        for record in self._present():
+            self._read_presence(record)
         is_asked = self._ask_engine()
-        for records, record in self._all():
-            records[record.node_id] = self._carry_on(record, is_asked)
+        for record in self._present():
+            self._carry_on(record, is_asked)
         self._hand_over()
         return {node_id: view_node(record, self._size, self._now()) for node_id, record in self.nodes.items()}
 
@@ -123,12 +122,10 @@ class AgentPlacer(Placer):
         return self.engine.how_to_enter(record.job, address) if record.job is not None else ""
 
     def end(self, node_ids: Iterable[int], grace: float) -> None:
-        now = time.monotonic()
-        ending = set(node_ids)
-        for records, record in self._all():
-            if record.node_id in ending and record.gone_at is None:
-                force_at = min(now + grace, record.force_at or float("inf"))
-                records[record.node_id] = replace(record, force_at=force_at)
+        ending, force_at = set(node_ids), time.monotonic() + grace
+        for record in self._present():
+            if record.node_id in ending:
+                record.force_at = min(force_at, record.force_at or float("inf"))
 
     def sweep(self, seconds: float) -> None:
         """End all jobs that the engine still has of this launch, and wait for at most that long for their end. Those of
@@ -136,7 +133,7 @@ class AgentPlacer(Placer):
         begun = time.monotonic()
         leaving = {
             (record.node_id, record.incarnation)
-            for _, record in self._all()
+            for record in self._all()
             if record.presence is not None and record.presence.ended_at is not None and record.force_at is None
         }
         while self.launch:
@@ -167,12 +164,14 @@ class AgentPlacer(Placer):
         self.launch, self.nodes, self.successors = launch, {}, {}
         self.poll_seconds = max(LOOK_SECONDS, LOOK_SECONDS_PER_NODE * launch["node_count"])
 
+    def _record(self, node_id: int, incarnation: int) -> NodeRecord:
+        return NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now())
+
     def _find(self, node_id: int, incarnation: int) -> None:
         """Take in an incarnation that was found. One whose predecessor is still at work is its successor."""
         if node_id in self.nodes and self.nodes[node_id].incarnation >= incarnation:
             return
-        record = NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now())
-        record = self._submit(record)  # the id of its job, which is there
+        record = self._submit(self._record(node_id, incarnation))  # the id of its job, which is there
         before = self.rundir.read_node(self.launch["launch"], node_id, incarnation - 1) if incarnation > 1 else None
         if node_id in self.nodes and before is not None and before.ended_at is None:
             self.successors[node_id] = record
@@ -180,41 +179,50 @@ class AgentPlacer(Placer):
             self.nodes[node_id] = record
 
     def _submit(self, record: NodeRecord) -> NodeRecord:
-        excluded = () if record.is_anywhere else tuple(each.host for each in self.exclusions())
-        record = replace(record, excluded=excluded)
+        """Submit an incarnation, and return its record. Raise `LaunchError` where it is refused."""
+        record.excluded = () if record.is_anywhere else tuple(each.host for each in self.exclusions())
         try:
-            job_id = self.engine.submit(self.launch, record.node_id, record.incarnation, excluded)
+            record.job_id = self.engine.submit(self.launch, record.node_id, record.incarnation, record.excluded)
         except EngineUnreachableError as error:
             warn_once(f"node {record.node_id} waits to be submitted: {error}")
-            return replace(record, reason=str(error))
+            record.reason = str(error)
         except LaunchError as error:
-            if not excluded:
+            if not record.excluded:
                 raise
-            say(f"node {record.node_id} may be placed on {', '.join(excluded)} again: without these {error}")
-            # Another incarnation: SLURM keeps the refused job as one of this name.
-            return self._submit(replace(record, incarnation=record.incarnation + 1, is_anywhere=True))
-        return replace(record, job_id=job_id, reason="", taken_at=self._now())
+            say(f"node {record.node_id} may be placed on {', '.join(record.excluded)} again: without these {error}")
+            return self._submit_anywhere(record)
+        else:
+            record.reason, record.taken_at = "", self._now()
+        return record
 
-    def _all(self) -> list[tuple[dict[int, NodeRecord], NodeRecord]]:
-        """Return all records, each with what it is in, by node."""
-        return [(records, each) for records in (self.successors, self.nodes) for each in records.values()]
+    def _submit_anywhere(self, record: NodeRecord) -> NodeRecord:
+        """Submit a node again, to be placed on any host, as another incarnation: SLURM keeps a refused job as one of
+        its name."""
+        record.incarnation, record.is_anywhere, record.made_at = record.incarnation + 1, True, self._now()
+        record.job = record.job_id = None
+        return self._submit(record)
 
-    def _read_presence(self, record: NodeRecord) -> NodeRecord:
+    def _all(self) -> list[NodeRecord]:
+        return [*self.successors.values(), *self.nodes.values()]
+
+    def _present(self) -> list[NodeRecord]:
+        """Return the records of nodes of which something may be left."""
+        return [record for record in self._all() if record.gone_at is None]
+
+    def _read_presence(self, record: NodeRecord) -> None:
         try:
             presence = self.rundir.read_node(self.launch["launch"], record.node_id, record.incarnation)
         except (OSError, DamagedError) as error:
             warn_once(f"the presence of node {record.node_id} cannot be read: {error}")
-            return record
-        if presence and presence.ended_at and not (record.presence and record.presence.ended_at):
-            self._asks_now = True
-        return replace(record, presence=presence) if presence else record
+            return
+        if presence is not None:
+            self._asks_now |= presence.ended_at is not None and not record.has_ended
+            record.presence = presence
 
     def _ask_engine(self) -> bool:
         """Ask the engine how its jobs stand where it is time for that; return whether it was."""
         now = time.monotonic()
-        if not self._asks_now and now - self._asked_at < self.engine.poll_seconds:
-            return False
-        if all(record.gone_at is not None for _, record in self._all()):
+        if not self._present() or (not self._asks_now and now - self._asked_at < self.engine.poll_seconds):
             return False
         self._asked_at, self._asks_now = now, False
         try:
@@ -222,11 +230,11 @@ class AgentPlacer(Placer):
         except EngineUnreachableError as error:
             warn_once(f"the engine cannot be queried: {error}")
             return True
-        for records, record in self._all():
+        for record in self._all():
             if (job := jobs.get((record.node_id, record.incarnation))) is not None:
-                records[record.node_id] = replace(record, job=job, job_id=job.id)
+                record.job, record.job_id = job, job.id
             elif not self._is_heard(record):
-                records[record.node_id] = replace(record, job=_forgotten_job(record, self._now()))
+                record.job = _forgotten_job(record, self._now())
         return True
 
     def _is_heard(self, record: NodeRecord) -> bool:
@@ -234,71 +242,63 @@ class AgentPlacer(Placer):
         now, presence = self._now(), record.presence
         return presence is not None and now - presence.heard_at(now) < stale_seconds(self.rundir.storage)
 
-    def _carry_on(self, record: NodeRecord, is_asked: bool) -> NodeRecord:
-        """Submit, cancel or close a record, where that is due. ``is_asked``: the engine was just asked."""
-        if record.gone_at is not None:
-            return record
-        now = time.monotonic()
+    def _carry_on(self, record: NodeRecord, is_asked: bool) -> None:
+        """Submit, cancel or close a node, where that is due. ``is_asked``: the engine was just asked."""
         if record.force_at is not None:
-            record = self._end_record(record, now)
+            self._end(record, record.force_at)
         elif record.job_id is None and is_asked:
             try:
-                record = self._submit(record)
+                self._submit(record)
             except LaunchError as error:
                 self._write_log(record.node_id, str(error))
-                return replace(record, refused=UNUSABLE, reason=str(error), gone_at=now)
+                record.refused, record.reason, record.gone_at = UNUSABLE, str(error), time.monotonic()
+                return
         if view_node(record, self._size, self._now()).state == "gone":
-            return self._close(record, now)
-        return self._drop_exclusions(record) if is_asked else record
+            self._close(record)
+        elif is_asked and self._finds_no_place(record):
+            excluded = ", ".join(record.excluded)
+            say(f"node {record.node_id} finds no place but on {excluded}: it may be placed there again")
+            try:
+                self.engine.cancel([record.job_id or ""], force=True)
+            except EngineUnreachableError as error:
+                warn_once(f"node {record.node_id} cannot be submitted again: {error}")
+            else:
+                self._submit_anywhere(record)
 
-    def _drop_exclusions(self, record: NodeRecord) -> NodeRecord:
-        """Submit a node that has found no place again, to be placed on any host: a verdict may be wrong, and may leave
-        no other."""
+    def _finds_no_place(self, record: NodeRecord) -> bool:
+        """Return whether a node has waited long, and may not be placed everywhere: a verdict on hosts may be wrong, and
+        may leave no other."""
         job, waited = record.job, self._now() - record.made_at
-        waits = record.presence is None and job is not None and job.state == "pending" and record.force_at is None
-        if job is None or job.host or not waits or not record.excluded or waited < EXCLUSION_PATIENCE_SECONDS:
-            return record
-        say(f"node {record.node_id} finds no place but on {', '.join(record.excluded)}: it may be placed there again")
-        try:
-            self.engine.cancel([job.id], force=True)
-        except EngineUnreachableError as error:
-            warn_once(f"node {record.node_id} cannot be submitted again: {error}")
-            return record
-        again = NodeRecord(
-            node_id=record.node_id, incarnation=record.incarnation + 1, made_at=self._now(), is_anywhere=True
-        )
-        return self._submit(again)
+        waits = record.presence is None and job is not None and job.state == "pending" and not job.host
+        return waits and record.force_at is None and bool(record.excluded) and waited >= EXCLUSION_PATIENCE_SECONDS
 
-    def _end_record(self, record: NodeRecord, now: float) -> NodeRecord:
+    def _end(self, record: NodeRecord, force_at: float) -> None:
         """Tell the engine that a node has to end: in order first, by force once its grace is over."""
-        assert record.force_at is not None
-        force = now >= record.force_at
+        now = time.monotonic()
+        force = now >= force_at
         if record.job_id is None:  # it may have been submitted, with the answer lost
-            return replace(record, is_abandoned=force)
-        if (force and not record.is_end_forced) or not record.is_end_told:
+            record.is_abandoned = force
+        elif (force and not record.is_end_forced) or not record.is_end_told:
             try:
                 self.engine.cancel([record.job_id], force)
+                record.is_end_told, record.is_end_forced, self._asks_now = True, force, True
             except EngineUnreachableError as error:
                 warn_once(f"node {record.node_id} cannot be ended through its engine: {error}")
-            else:
-                self._asks_now = True
-                return replace(record, is_end_told=True, is_end_forced=force)
-        if force and now - record.force_at > ABANDON_SECONDS:
-            return replace(record, is_abandoned=True)
-        return record
+        record.is_abandoned |= now - force_at > ABANDON_SECONDS
 
-    def _close(self, record: NodeRecord, now: float) -> NodeRecord:
+    def _close(self, record: NodeRecord) -> None:
         """Write the end that a node could not write itself, bring its output where it wrote none, and count it gone."""
-        closed = close_presence(record, self._size, self._now())
-        if closed is not None and closed != record.presence:
-            self.write_presence(closed)
-        if record.presence is None and record.job_id is not None:
+        said, record.presence = record.presence, close_presence(record, self._size, self._now())
+        record.is_cut_off = said is None or record.presence != said
+        record.gone_at = time.monotonic()
+        if record.presence is not None and record.is_cut_off:
+            self.write_presence(record.presence)
+        if said is None and record.job_id is not None:
             try:
-                if said := self.engine.read_log(record.job_id):
-                    self._write_log(record.node_id, said)
+                if printed := self.engine.read_log(record.job_id):
+                    self._write_log(record.node_id, printed)
             except EngineUnreachableError as error:
                 warn_once(f"the output of node {record.node_id} cannot be read: {error}")
-        return replace(record, presence=closed, gone_at=now, is_cut_off=closed is None or closed != record.presence)
 
     def _hand_over(self) -> None:
         """Submit successors of nodes whose time limit is near, end the old ones once theirs run, and let them count
@@ -320,8 +320,7 @@ class AgentPlacer(Placer):
             elif is_ready(successor) and record.force_at is None and record.gone_at is None:
                 if not self._has_settled():
                     continue  # one after the other, so that the others hold the state of the training
-                force_at = time.monotonic() + HANDOVER_SECONDS
-                self.nodes[node_id] = replace(record, force_at=force_at, is_handing_over=True)
+                record.force_at, record.is_handing_over = time.monotonic() + HANDOVER_SECONDS, True
                 self._handed_over = node_id, self._now()
         for node_id in [n for n in self.successors if n in self.nodes and self.nodes[n].gone_at is not None]:
             if self.nodes[node_id].force_at is None or self.nodes[node_id].is_handing_over:
@@ -329,7 +328,7 @@ class AgentPlacer(Placer):
 
     def _submit_successor(self, node_id: int, incarnation: int) -> None:
         """Submit a successor, also in the place of one that was lost, or unfit, before it could take over."""
-        following = NodeRecord(node_id=node_id, incarnation=incarnation, made_at=self._now())
+        following = self._record(node_id, incarnation)
         try:
             self.successors[node_id] = self._submit(following)
         except LaunchError as error:

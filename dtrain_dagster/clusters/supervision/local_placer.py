@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters import presence as presences
-from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
+from dtrain_dagster.clusters.exit_policy import PlacedNode
+from dtrain_dagster.clusters.supervision.placer import Placer
 from trainer.comm.launch_secret import write_launch_secret
 from trainer.documents.presences import NodePresence
 from trainer.node.environment import Seat, choose_port

@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dtrain_dagster.clusters.exit_policy import NodeFacts, describe_exit
+from dtrain_dagster.clusters.exit_policy import PlacedNode, describe_exit
 from dtrain_dagster.clusters.hosts import Exclusion, HostEvent
 from dtrain_dagster.clusters.supervision.engine import EngineJob
 from trainer.documents.presences import NodePresence
@@ -39,27 +39,6 @@ LEAD_SECONDS = 600.0
 LEAST_RUN_SECONDS = 60.0
 """Seconds that a node has to have run for its time limit to count as planned: one that is shorter than a start would
 be bought for ever."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedNode(NodeFacts):
-    """The newest incarnation of a node, as its placer saw it last."""
-
-    incarnation: int
-    state: Literal["pending", "running", "kept", "gone"]
-    """``pending``: the engine has not started it yet. ``kept``: its ranks have ended, and it is left in place for a
-    person. ``gone``: nothing of it is left."""
-    presence: NodePresence | None = None
-    """Its record in the run directory; None while it is pending."""
-    reason: str = ""
-    """Why it waits, or why it ended, in the words of the engine; "" where the exit codes say all."""
-    queued_at: float | None = None
-    """The time at which the engine was asked for it, in Unix seconds, while it is pending."""
-
-    @property
-    def gone(self) -> bool:
-        """Return whether nothing of the node is left."""
-        return self.gone_seconds is not None
 
 
 class Placer(ABC):
@@ -123,7 +102,7 @@ def say(text: str) -> None:
     print(text, flush=True)  # noqa: T201
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class NodeRecord:
     """What is known of one incarnation of a node. Times are of `time.monotonic` where nothing else is said."""
 
@@ -157,6 +136,11 @@ class NodeRecord:
     is_handing_over: bool = False
     """Whether it ends in favour of its successor."""
     gone_at: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the node has said that it has ended."""
+        return self.presence is not None and self.presence.ended_at is not None
 
 
 def view_node(record: NodeRecord, size: int, now: float) -> PlacedNode:

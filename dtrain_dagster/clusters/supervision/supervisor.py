@@ -18,6 +18,7 @@ from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.exit_policy import (
     PREEMPTIONS,
     ExitDecision,
+    PlacedNode,
     ProcessEnd,
     blame,
     decide_after_exit,
@@ -28,7 +29,7 @@ from dtrain_dagster.clusters.exit_policy import (
 from dtrain_dagster.clusters.notices import WAIT_SECONDS, Announcement, describe_kept
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
-from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer, say
+from dtrain_dagster.clusters.supervision.placer import Placer, say
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
@@ -284,9 +285,9 @@ class Supervisor:
         self.is_ending = True
         self._write_status(self._state(), self._said)
         self.nodes = self.placer.look()
-        self.placer.end([node.node_id for node in self.nodes.values() if not node.gone], grace)
+        self.placer.end([node.node_id for node in self.nodes.values() if node.gone_seconds is None], grace)
         deadline = time.monotonic() + grace + KILL_SECONDS
-        while not all(node.gone for node in self.nodes.values()) and time.monotonic() < deadline:
+        while not all(node.gone_seconds is not None for node in self.nodes.values()) and time.monotonic() < deadline:
             self.nodes = self.placer.look()
             time.sleep(self.placer.poll_seconds)
         self.placer.sweep(KILL_SECONDS)

@@ -8,7 +8,7 @@ import pytest
 
 from dtrain_dagster.clusters.exit_policy import (
     ExitDecision,
-    NodeFacts,
+    PlacedNode,
     decide_after_exit,
     decide_plainly,
     exit_code,
@@ -19,10 +19,10 @@ from dtrain_dagster.clusters.exit_policy import (
 RUNS, DONE, ERROR, REFUSED, LOST_PEERS, UNFIT, EVICTED, KILLED, TERMINATED = None, 0, 1, 2, 75, 76, 143, -9, -15
 
 
-def facts(*nodes: tuple[int | None, ...], gone: float = 60.0, kept: tuple[int, ...] = ()) -> list[NodeFacts]:
+def facts(*nodes: tuple[int | None, ...], gone: float = 60.0, kept: tuple[int, ...] = ()) -> list[PlacedNode]:
     """Nodes by the exit codes of their processes; of those of ``kept`` a child is left."""
     return [
-        NodeFacts(node_id=number, codes=codes, gone_seconds=None if None in codes or number in kept else gone)
+        PlacedNode(node_id=number, codes=codes, gone_seconds=None if None in codes or number in kept else gone)
         for number, codes in enumerate(nodes)
     ]
 

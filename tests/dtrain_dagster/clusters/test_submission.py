@@ -19,7 +19,7 @@ from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.submission import DRAWN, masked, shell_line, yaml_text
 from dtrain_dagster.clusters.supervision.engine import agent_command
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from dtrain_dagster.settings.kubernetes import CONTAINER, KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
@@ -142,9 +142,7 @@ def test_the_launch_that_is_shown_is_the_launch_that_is_made(tmp_path: Path, mon
     spec = JobSpec(job_id="night", run_dir=run_dir, command=("python", "x.py"), node_count=2, env={"A": "1"})
     shown: list[Mapping[str, Any]] = []
     monkeypatch.setattr(manager, "preview_launch", lambda launch, *_: shown.append(launch) or [])
-    monkeypatch.setattr(
-        "dtrain_dagster.clusters.supervision.manager.start_supervisor", lambda launch, *_: shown.append(launch)
-    )
+    monkeypatch.setattr("dtrain_dagster.clusters.managers.start_supervisor", lambda launch, *_: shown.append(launch))
     manager.describe_submission(spec, "Standard_NC6s_v3", None)
     manager.submit_job(spec)
     dry, real = ({name: value for name, value in each.items() if name != "submitted_at"} for each in shown)

@@ -278,7 +278,7 @@ def test_a_supervisor_that_is_killed_is_no_failure_of_the_job(stage: Stage):
     runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
     rundir = stage.manager.rundir("one")
     look_until(runner, rundir.nodes)
-    from dtrain_dagster.clusters.supervision.settle import signal_supervisor
+    from dtrain_dagster.clusters.supervision.launch import signal_supervisor
 
     signal_supervisor(rundir, 9)  # type: ignore[arg-type]
     look_until(runner, lambda: stage.states()["one"] == "paused")

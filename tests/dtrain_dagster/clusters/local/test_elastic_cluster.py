@@ -17,7 +17,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from harness.waiting import until
 from trainer.documents.presences import NodePresence
 from trainer.rundir import RunDir

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dtrain_dagster.clusters.supervision.settle import is_supervisor, supervisor_of
+from dtrain_dagster.clusters.supervision.launch import is_supervisor, supervisor_of
 from dtrain_dagster.support.job_lock import LOCK, acquire, is_held
 from trainer.errors import DamagedError
 from trainer.node.processes import group_alive, signal_group

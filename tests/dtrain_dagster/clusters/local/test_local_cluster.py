@@ -129,9 +129,9 @@ def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
     for rank in range(2):
         cluster.wait_for_file(f"up-{rank}")
     os.kill(cluster.status_file("stuck")["pid"], signal.SIGSTOP)
-    monkeypatch.setattr("dtrain_dagster.clusters.supervision.manager.END_SECONDS", 0.1)
+    monkeypatch.setattr("dtrain_dagster.clusters.managers.END_SECONDS", 0.1)
     assert not cluster.manager.end_orphan(Orphan(name="stuck", reason="")), "a sensor has no time to wait"
-    monkeypatch.setattr("dtrain_dagster.clusters.supervision.settle.FORCE_SECONDS", 0.5)
+    monkeypatch.setattr("dtrain_dagster.clusters.supervision.launch.FORCE_SECONDS", 0.5)
     cluster.manager.cancel_job("stuck")
     assert cluster.processes() == []
     assert cluster.manager.job_status("stuck").state is JobState.FAILED

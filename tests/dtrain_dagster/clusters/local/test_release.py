@@ -13,7 +13,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from dtrain_dagster.jobs.start import start_job
 from harness.small_job import write_dataset
 from harness.waiting import until

@@ -11,7 +11,7 @@ import pytest
 
 from dtrain_dagster.clusters.exit_policy import ProcessEnd, blame, describe_exit
 from dtrain_dagster.clusters.presence import STALE_SECONDS, find_latest_presences, health, usage
-from dtrain_dagster.clusters.supervision.submit import with_package
+from dtrain_dagster.clusters.supervision.launch import with_package
 from trainer.documents.presences import NodePresence
 from trainer.exit_codes import LOST
 from trainer.node.environment import LaunchError, Seat, choose_port, merge_environment, rank_environment

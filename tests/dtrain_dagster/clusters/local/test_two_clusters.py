@@ -10,7 +10,7 @@ import pytest
 
 from dtrain_dagster.clusters.base import OWNER, JobSpec, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
-from dtrain_dagster.clusters.supervision.submit import LaunchSettings
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from trainer.rundir import RunDir
 
 JOB = "train-00000000-11111111"

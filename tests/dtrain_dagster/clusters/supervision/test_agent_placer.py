@@ -407,7 +407,7 @@ def test_a_node_that_is_kept_is_neither_at_work_nor_gone_and_gets_no_successor()
     job = EngineJob(id="7", node_id=0, incarnation=1, state="running", started_at=0.0, ends_at=1010.0)
     record = NodeRecord(node_id=0, incarnation=1, made_at=0.0, job_id="7", job=job, presence=there)
     seen = view_node(record, 2, 1000.0)
-    assert (seen.state, seen.codes, seen.runs, seen.gone) == ("kept", (1, -9), False, False)
+    assert (seen.state, seen.codes, seen.runs, seen.gone_seconds) == ("kept", (1, -9), False, None)
     assert not is_successor_due(record, 1000.0)
     assert is_successor_due(replace(record, presence=replace(there, kept_since=None)), 1000.0)
     ended = replace(record, job=replace(job, state="ended", ended_at=990.0))  # its machine has gone meanwhile

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
-from dtrain_dagster.clusters.supervision.placer import PlacedNode, Placer
+from dtrain_dagster.clusters.exit_policy import PlacedNode
+from dtrain_dagster.clusters.supervision.placer import Placer
 from dtrain_dagster.clusters.supervision.supervisor import Supervisor
 from trainer.documents.presences import NodePresence
 from trainer.node.environment import LaunchError
