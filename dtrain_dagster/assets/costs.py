@@ -87,7 +87,7 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         """Bill a finished training, write the report and its tables, and check the bill against the ledger. Its dollars
         are written to the training's run in MLflow; where that fails, a warning says why."""
-        from dtrain_dagster.registry.run_record import add_to_run, cost_metrics, lost_metric
+        from dtrain_dagster.registry.run_record import add_to_run, cost_metrics
 
         outcome = Outcome(context, pipeline.names, cost_estimate, trained_checkpoint)
         rundir, bill = outcome.rundir, bill_training(outcome)
@@ -95,7 +95,7 @@ def build_cost_breakdown(pipeline: Pipeline) -> dg.AssetsDefinition:
         rundir.write_json(COST_REPORT, document)
         page = _page(bill)
         lost = sum(row["node_seconds"] for row in document["ledger"] if row["cause"] == CostCause.LOST)
-        metrics = cost_metrics(page) | lost_metric(float(lost))
+        metrics = cost_metrics(page, float(lost))
         uri = outcome.cluster.registry(outcome.project).tracking_uri
         outcome.warn(add_to_run(uri, rundir, outcome.job.job_id, metrics=metrics))
         return dg.MaterializeResult(metadata=fit_page(page), check_results=[_ledger_check(bill.tracker, bill.found)])

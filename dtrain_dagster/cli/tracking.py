@@ -35,7 +35,6 @@ from dtrain_dagster.registry.run_record import (
     add_to_run,
     cost_metrics,
     is_workspace,
-    lost_metric,
     note_of,
     run_of,
     write_to_run,
@@ -151,8 +150,8 @@ def try_to_record_end(
         try:
             tracker = CostTracker(settings.cluster_name, cluster.manager().node_usage(job.job_id), tier)
             lost, paid_usd = ledger(tracker.nodes, rundir.events()).causes().get(CostCause.LOST), tracker.total_usd
-            metrics = cost_metrics({"total_usd": paid_usd, "node_hours": tracker.node_hours})
-            metrics |= lost_metric(lost.seconds if lost else 0.0)
+            figures = {"total_usd": paid_usd, "node_hours": tracker.node_hours}
+            metrics = cost_metrics(figures, lost.seconds if lost else 0.0)
         except PriceError as error:
             say(f"the cost of {job.job_id} is not known: {error}", err=True)
         note = describe_end(rundir, tier, paid_usd, (rundir.read_json(RESULT) or {}).get("status", ""))

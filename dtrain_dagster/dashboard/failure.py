@@ -95,20 +95,16 @@ def describe_failure(
     )
 
 
-def end_in_words(
-    state: str,
-    status: Mapping[str, Any],
-    result: Mapping[str, Any],
-    launch: Mapping[str, Any],
-    nodes: Sequence[NodePresence],
-) -> str:
+def end_in_words(state: str, status: Mapping[str, Any], result: Mapping[str, Any], launch: Mapping[str, Any]) -> str:
     """Return why a job failed, was cancelled, or waits, in one line; "" for others, unless a node of it is kept. Pure.
 
-    ``status``, ``result``, ``launch``, ``nodes``: the content of these files of the run directory.
+    ``status``, ``result``, ``launch``: the content of these files of the run directory.
     """
-    said = _safe((str(status.get("message") or "").strip().splitlines() or [""])[0])
+    said = _first_line(status.get("message"))
     if state == JobState.FAILED:
-        said = _failure_in_words(status, result if result.get("launch") in (None, launch.get("launch")) else {}, nodes)
+        mine = result if result.get("launch") in (None, launch.get("launch")) else {}
+        title, said = _title(status, mine), _first_line(mine.get("error")) or said
+        said = f"{title}: {said}" if said and mine.get("status") == "budget" else said or title
     elif state == JobState.CANCELLED:
         said = said or "somebody cancelled it"
     elif state == JobState.QUEUED:
@@ -117,16 +113,6 @@ def end_in_words(
         kept = describe_kept(status.get("kept") or ()) if state == JobState.RUNNING else []
         said = "; ".join([*kept, said]) if kept else ""
     return said[:MOST_WORDS]
-
-
-def _failure_in_words(status: Mapping[str, Any], result: Mapping[str, Any], nodes: Sequence[NodePresence]) -> str:
-    found = describe_failure(JobState.FAILED, status, result, nodes, {}, "")
-    assert found is not None
-    title = found.title.removeprefix("failed").removeprefix(": ")
-    why = found.cause or found.reason or found.nodes
-    if title.startswith("stopped"):
-        return f"{title}: {why}" if why else title
-    return f"{why} ({title})" if title and why and title not in why else why or title
 
 
 def read_failure(
@@ -148,8 +134,8 @@ def _title(status: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def _cause(result: Mapping[str, Any], lines: Sequence[str]) -> str:
-    if error := str(result.get("error") or "").strip():
-        return _safe(error.splitlines()[0])
+    if error := _first_line(result.get("error")):
+        return error
     found = [match[0] for line in lines if (match := _ERROR.match(line.strip()))]
     return _safe(found[-1]) if found else ""
 
@@ -157,6 +143,10 @@ def _cause(result: Mapping[str, Any], lines: Sequence[str]) -> str:
 def _ends(node: NodePresence) -> str:
     codes = sorted(set(node.exit_codes), key=abs, reverse=True)
     return ", ".join(describe_exit(code) if code else "exit code 0" for code in codes)
+
+
+def _first_line(text: object) -> str:
+    return _safe((str(text or "").strip().splitlines() or [""])[0])
 
 
 def _safe(text: str) -> str:

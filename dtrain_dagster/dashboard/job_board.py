@@ -248,7 +248,7 @@ class JobBoard:
             row = read_course(rundir, status)
             row = add_paid(row, rundir, self.tier)
             result, launch = rundir.read_json(RESULT) or {}, rundir.read_json(LAUNCH) or {}
-            row = replace(row, words=end_in_words(row.state, recorded, result, launch, rundir.nodes()))
+            row = replace(row, words=end_in_words(row.state, recorded, result, launch))
         except CANNOT_READ as error:
             return replace(row, words=visible(redact(f"not all of it can be read: {error}"))), 0.0
         # A job with a cluster changes until that has recorded its end: a supervisor that is killed writes nothing.

@@ -39,7 +39,6 @@ from dtrain_dagster.registry.versions import (
     job_tags,
     open_client,
     read_succeeded,
-    registering,
     tracking_run,
 )
 from dtrain_dagster.support.secrets import redact
@@ -110,7 +109,7 @@ class Registry(ABC):
         experiment: str = "dtrain",
     ) -> RegisteredModel:
         """Register the model of a succeeded job; return its version. Where the same weights of the job were registered
-        before, or are at this moment, return that version.
+        before, or are at this moment (of two versions the older one stays), return that version.
 
         ``tags`` (node-hours, dollars, code version, Dagster run…) are added to those of the run directory, see
         `versions.job_tags`; ``card`` is the model card in Markdown. The version belongs to the MLflow run that the
@@ -120,21 +119,20 @@ class Registry(ABC):
         model, or the service refuses.
         """
         rundir, job = trained.rundir, trained.job
-        with registering(rundir):
-            weights = (rundir.read_json(RESULT) or {}).get("weights_sha256")
-            if (known := self.find(model_name, job.job_id, weights)) is not None:
-                return known
-            result, evaluation = read_succeeded(rundir)
-            texts = {name: str(value) for name, value in tags.items()}
-            all_tags = redact({**job_tags(rundir, result, evaluation, job), **trained.own.digests, **texts})
-            run_id = tracking_run(open_client(self.address), rundir, self.address, experiment, job.job_id)
-            with scratch_folder("register") as scratch:
-                folder = scratch / MODEL_PATH
-                save_pyfunc(trained, folder, scratch, run_id)
-                (folder / CARD).write_text(redact(card))
-                (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2, sort_keys=True))
-                all_tags[PACKED_TAG] = folder_digest(folder)
-                return self.publish(model_name, run_id, folder, all_tags, redact(card), result, evaluation)
+        weights = (rundir.read_json(RESULT) or {}).get("weights_sha256")
+        if (known := self.find(model_name, job.job_id, weights)) is not None:
+            return known
+        result, evaluation = read_succeeded(rundir)
+        texts = {name: str(value) for name, value in tags.items()}
+        all_tags = redact({**job_tags(rundir, result, evaluation, job), **trained.own.digests, **texts})
+        run_id = tracking_run(open_client(self.address), rundir, self.address, experiment, job.job_id)
+        with scratch_folder("register") as scratch:
+            folder = scratch / MODEL_PATH
+            save_pyfunc(trained, folder, scratch, run_id)
+            (folder / CARD).write_text(redact(card))
+            (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2, sort_keys=True))
+            all_tags[PACKED_TAG] = folder_digest(folder)
+            return self.publish(model_name, run_id, folder, all_tags, redact(card), result, evaluation)
 
     @contextmanager
     def served(self, model: RegisteredModel) -> Iterator[ScoringEndpoint]:

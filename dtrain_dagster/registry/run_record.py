@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,11 +136,10 @@ def write_to_run(
     storage do."""
     from mlflow.entities import Metric, RunTag
 
-    now, events = int(1000 * time.time()), _events_of(rundir)
-    figures, tags = {**_course(rundir, events), **metrics}, _nodes_tags(rundir)
+    now, (figures, tags, curves) = int(1000 * time.time()), _course(rundir)
     client.log_batch(
         run_id,
-        metrics=[Metric(name, value, now, 0) for name, value in figures.items()],
+        metrics=[Metric(name, value, now, 0) for name, value in {**figures, **metrics}.items()],
         tags=[RunTag(*tag) for tag in tags.items()],
     )
     if note:
@@ -147,39 +147,27 @@ def write_to_run(
     with scratch_folder("mlflow") as scratch:
         for name in _files_of(rundir):
             _write(scratch, name, rundir.storage.read(name))
-        if curves := summarise(events):
+        if curves:
             _write(scratch, FIGURES, json.dumps(curves, indent=1).encode())
         client.log_artifacts(run_id, str(scratch))
 
 
-def _events_of(rundir: RunDir) -> list[dict[str, Any]]:
-    """Return the events of a job; none where a node has damaged them, which whoever reads them for more says."""
-    try:
-        return list(rundir.events())
-    except DamagedError:
-        return []
-
-
-def _course(rundir: RunDir, events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return what a training's course was, as metrics: the nodes that it lost, and the step of its best weights."""
-    if not rundir.storage.exists(LAUNCH):
-        return {}
-    formed = {item.generation: item for item in read_events(MembershipEvent, events) if not item.was_asked}
-    lost = {"lost/nodes": float(sum(len(item.lost) for item in formed.values()))}
-    try:
-        best = (rundir.read_json(RESULT) or {}).get("best_step")
-    except DamagedError:
-        best = None
-    return lost | ({"valid/best_step": float(best)} if best else {})
-
-
-def _nodes_tags(rundir: RunDir) -> dict[str, str]:
-    """Return how many nodes of which kind a job was started on, as tags."""
-    try:
+def _course(rundir: RunDir) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
+    """Return what a run directory tells of a training's course: as metrics the nodes that it lost and the step of its
+    best weights, as tags its nodes, and its curves in short. What comes after a file that nodes have damaged is left
+    out: whoever reads it for more says so."""
+    figures, tags, curves = dict[str, float](), dict[str, str](), dict[str, Any]()
+    with suppress(DamagedError):
         launch = rundir.read_json(LAUNCH) or {}
-    except DamagedError:
-        return {}
-    return {tag: str(launch[name]) for tag, name in (("nodes", "node_count"), ("sku", "sku")) if launch.get(name)}
+        tags = {tag: str(launch[name]) for tag, name in (("nodes", "node_count"), ("sku", "sku")) if launch.get(name)}
+        if launch and (best := (rundir.read_json(RESULT) or {}).get("best_step")):
+            figures["valid/best_step"] = float(best)
+        events = list(rundir.events())
+        curves = summarise(events)
+        if launch:
+            formed = {item.generation: item for item in read_events(MembershipEvent, events) if not item.was_asked}
+            figures["lost/nodes"] = float(sum(len(item.lost) for item in formed.values()))
+    return figures, tags, curves
 
 
 def _files_of(rundir: RunDir) -> list[str]:
@@ -194,17 +182,13 @@ def _write(folder: Path, name: str, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def cost_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
+def cost_metrics(figures: Mapping[str, Any], lost_node_seconds: float | None = None) -> dict[str, float]:
     """Return those figures of a bill that people compare, as the metadata of `cost_breakdown` names them, as metrics;
-    ``reports/cost_breakdown.json`` has the others. Pure."""
+    ``reports/cost_breakdown.json`` has the others. ``lost_node_seconds``: of the ledger, what went to failures; None
+    where it is not known. Pure."""
     names = ("total_usd", "estimated_usd", "node_hours")
-    usable = {name: figures[name] for name in names if isinstance(figures.get(name), int | float)}
-    return {f"cost/{name}": float(value) for name, value in usable.items()}
-
-
-def lost_metric(node_seconds: float) -> dict[str, float]:
-    """Return the node-seconds of the ledger that went to failures as a metric. Pure."""
-    return {"lost/node_seconds": node_seconds}
+    usable = {f"cost/{name}": float(figures[name]) for name in names if isinstance(figures.get(name), int | float)}
+    return usable | ({} if lost_node_seconds is None else {"lost/node_seconds": lost_node_seconds})
 
 
 def note_of(verdict: str, worth: str | None, run_dir: str, run_url: str = "") -> str:

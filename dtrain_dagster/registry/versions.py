@@ -23,7 +23,6 @@ from trainer.evaluation.gate import IN_WORDS, POINT_RULE, RULE, Gate
 from trainer.observability.mlflow_sink import GATE_TAG, ensure_experiment
 from trainer.observability.mlflow_sqlite import make_tables
 from trainer.rundir import EVALUATION, RESULT, RunDir
-from trainer.runtime.file_lock import hold_lock
 from trainer.spec import REGRESSION, ROWS, WINDOWS
 from trainer.storage.open import open_storage
 
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 JOB_TAG, WEIGHTS_TAG = "job_id", "weights_sha256"
-LOCK = "registration.lock"
-PATIENCE_SECONDS = 600.0
-"""The longest wait for another registration. One that takes longer is frozen; of two versions, the older one stays."""
 MODEL_PATH = "model"
 CARD = "model_card.md"
 DESCRIPTION_LIMIT = 5000
@@ -86,17 +82,6 @@ def explained(what: str, setting: str) -> Iterator[None]:
     except Exception as error:  # each store of artifacts has errors of its own
         said = redact(str(error)).strip().splitlines() or [type(error).__name__]
         raise RegistryError(f"{what} ({said[0][:500]}): a model could not be registered; see {setting}") from error
-
-
-@contextmanager
-def registering(rundir: RunDir) -> Iterator[None]:
-    """Keep other processes of this machine from registering the job within the block. The lock ends with its process,
-    however that ends. A run directory in the cloud has no lock: there the older of two versions stays."""
-    if not rundir.storage.is_local:
-        yield
-        return
-    with hold_lock(rundir.storage.local_path(LOCK), PATIENCE_SECONDS):
-        yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

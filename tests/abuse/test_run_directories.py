@@ -6,7 +6,6 @@ Everything that reads run directories is in `tests.abuse.run_directory_readers`,
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -32,7 +31,6 @@ from dtrain_dagster.jobs.progress import choose_job, known_jobs
 from dtrain_dagster.jobs.view import news
 from dtrain_dagster.registry.endpoint import EndpointCheck, Finding
 from dtrain_dagster.registry.endpoints import _print_check
-from dtrain_dagster.registry.versions import registering
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.job_lock import acquire
 from tests.abuse.run_directories import (
@@ -313,29 +311,3 @@ def test_what_an_endpoint_says_is_shown_and_not_obeyed(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "it says" in said
     assert OBEYED.search(said) is None, repr(said)
-
-
-def test_a_link_in_place_of_the_lock_of_a_registration_makes_no_file_elsewhere(
-    written: Callable[..., RunDir], tmp_path: Path
-):
-    rundir = written("a")
-    rundir.storage.local_path("registration.lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DamagedError, match=r"registration\.lock.* in place of a lock"), registering(rundir):
-        pass
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_an_archive_that_cannot_be_written_is_registered_without_a_lock(
-    written: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-):
-    rundir, asked, done = written("a"), list[str](), False
-
-    def refuse(path: str, *_: object, **__: object) -> int:
-        asked.append(Path(path).name)
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr("filelock._unix.os.open", refuse)
-    with registering(rundir):
-        done = True
-    assert done
-    assert set(asked) == {"registration.lock"}

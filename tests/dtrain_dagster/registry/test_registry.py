@@ -45,6 +45,7 @@ from harness.waiting import until
 from tests.leaks import leaks
 from trainer.engine import reports
 from trainer.evaluation.gate import RULE, Gate, gate
+from trainer.observability import mlflow_sqlite
 from trainer.rundir import RunDir
 from trainer.secrets.redaction import STRUCK, remember
 
@@ -65,14 +66,21 @@ def comparison(candidate: float | None, champion: float | None, note: str = "") 
     )
 
 
-@pytest.mark.slow
-def test_two_that_open_a_new_sqlite_file_at_once_get_the_same_one(tmp_path: Path) -> None:
+def test_two_that_open_a_new_sqlite_file_at_once_get_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of whom one is a training, say."""
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    made = list[Path]()
+
+    def make(path: Path) -> None:
+        made.append(path)
+        time.sleep(0.2)
+        path.write_text("tables")
+
+    monkeypatch.setattr(mlflow_sqlite, "_make", make)
     with ThreadPoolExecutor(2) as both:
-        clients = list(both.map(open_client, [uri, uri]))
-    made = clients[0].create_experiment("e")
-    assert clients[1].get_experiment_by_name("e").experiment_id == made
+        list(both.map(mlflow_sqlite.make_tables, [f"sqlite:///{tmp_path}/mlflow.db"] * 2))
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,30 +109,42 @@ def test_only_a_better_model_that_passed_becomes_champion(
 
 
 @pytest.mark.parametrize(
-    ("its", "note"),
+    ("its", "test_first", "note"),
     [
-        ({"train_last": "2015-12-31", "valid_last": "2016-06-30"}, ""),
-        ({"train_last": "2015-12-31", "valid_last": "2017-06-30"}, "saw days up to 2017-06-30"),
-        ({"train_last": "2017-01-02"}, "saw days up to 2017-01-02"),
+        ({"train_last": "2015-12-31", "valid_last": "2016-06-30"}, "2017-01-02", ""),
+        ({"train_last": "2015-12-31", "valid_last": "2017-06-30"}, "2017-01-02", "saw days up to 2017-06-30"),
+        ({"train_last": "2017-01-02"}, "2017-01-02", "saw days up to 2017-01-02"),
+        ({"dataset_id": "d1"}, "", ""),
+        ({"dataset_id": "d2"}, "", "was trained on another dataset"),
     ],
 )
-def test_a_champion_that_saw_days_which_are_tested_now_is_favoured_and_it_is_said(
-    its: dict[str, str], note: str
+def test_a_champion_that_saw_what_is_tested_now_is_favoured_and_it_is_said(
+    its: dict[str, str], test_first: str, note: str
 ) -> None:
-    found = promotion.overlap_note({}, its, "2017-01-02")
+    found = promotion.overlap_note({"dataset_id": "d1"}, its, test_first)
     assert note in found
     assert bool(found) == bool(note)
 
 
-def test_models_are_compared_where_they_take_and_forecast_the_same() -> None:
-    own = {"window": 60, "features": ["a"], "target": "log_return", "horizon": 5, "dataset_id": "d1"}
-    assert promotion.input_difference(own, own | {"dataset_id": "d2"}) == ""
-    assert promotion.input_difference(own, own | {"window": 30}) == "its window is 30, not 60"
-    assert promotion.input_difference(own, own | {"horizon": 10}) == "its horizon is 10, not 5"
-    table = {"task": "binary", "target": "y", "classes": ["a", "b"], "inputs": [{"name": "x"}]}
-    assert promotion.input_difference(table, table | {"inputs": [{"name": "z"}]}) == "", "its signature tells"
-    assert promotion.input_difference(table, table | {"classes": ["a", "c"]}).startswith("its classes is")
-    assert promotion.input_difference(table, table | {"inputs": []}).startswith("it was registered by an older version")
+WINDOWS = {"window": 60, "features": ["a"], "target": "log_return", "horizon": 5, "dataset_id": "d1"}
+TABLE = {"task": "binary", "target": "y", "classes": ["a", "b"], "inputs": [{"name": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "difference"),
+    [
+        (WINDOWS, {"dataset_id": "d2"}, ""),
+        (WINDOWS, {"window": 30}, "its window is 30, not 60"),
+        (WINDOWS, {"horizon": 10}, "its horizon is 10, not 5"),
+        (TABLE, {"inputs": [{"name": "z"}]}, ""),  # its signature tells
+        (TABLE, {"classes": ["a", "c"]}, "its classes is ['a', 'c'], not ['a', 'b']"),
+        (TABLE, {"inputs": []}, "it was registered by an older version: train and register it again"),
+    ],
+)
+def test_models_are_compared_where_they_take_and_forecast_the_same(
+    own: dict[str, Any], changes: dict[str, Any], difference: str
+) -> None:
+    assert promotion.input_difference(own, own | changes) == difference
 
 
 def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from dtrain_dagster.registry.promotion import compare
 from dtrain_dagster.registry.smoke_test import Candidate
 from harness.tables import copy_tables
 from tests.abuse.websites import served
-from tests.dtrain_dagster.registry.test_rows import trained
+from tests.dtrain_dagster.registry.test_rows import assert_judged_by_its_weights, trained
 from trainer.rundir import RunDir
 
 ROWS = 600
@@ -108,5 +108,10 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
     with models.files(version.name, version.version) as files:
         compared = compare(first, version.version, files, files)
     assert compared.note == ""
+    assert_judged_by_its_weights(first, "log_loss")
+    with models.files(version.name, version.version) as files:
+        (files / "MLmodel").write_text((files / "MLmodel").read_text().replace('"calls"', '"dials"'))
+        other = compare(first, version.version, files, files)
+    assert "missing inputs ['dials']" in other.note, "a champion that needs a column which these rows do not have"
     logged = (RunDir(run).read_json("evaluation.json") or {})["model"]["log_loss"]
     assert (compared.champion, compared.candidate) == (pytest.approx(logged), pytest.approx(logged))
