@@ -22,6 +22,7 @@ import psutil
 
 from dtrain_dagster.clusters.azure_ml.client import words
 from dtrain_dagster.registry.smoke_test import (
+    TRAINING_TOLERANCE,
     AnswerError,
     Candidate,
     Sample,
@@ -135,11 +136,9 @@ class EndpointCheck:
 
     url: str
     findings: tuple[Finding, ...]
-    rows: int = 0
-    max_relative_difference: float | None = None
-    """The largest difference from the job's weights; the tolerance judges it."""
-    max_relative_difference_to_training: float | None = None
-    """The largest difference from the predictions that training wrote."""
+    measured: Mapping[str, int | float] = field(default_factory=dict)
+    """``rows`` that were asked for, ``max_relative_difference`` from the job's weights, which the tolerance judges, and
+    ``max_relative_difference_to_training``, from what training wrote, as far as they were measured."""
 
     @property
     def passed(self) -> bool:
@@ -154,15 +153,8 @@ class EndpointCheck:
 
     def figures(self) -> dict[str, int | float | str]:
         """Return metadata: the message, the findings, every measured figure."""
-        values = {
-            "message": self.message,
-            "url": self.url,
-            **{item.name: ("passed: " if item.passed else "FAILED: ") + item.message for item in self.findings},
-            "rows": self.rows,
-            "max_relative_difference": self.max_relative_difference,
-            "max_relative_difference_to_training": self.max_relative_difference_to_training,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        told = {item.name: ("passed: " if item.passed else "FAILED: ") + item.message for item in self.findings}
+        return {"message": self.message, "url": self.url, **told, **self.measured}
 
 
 def check_endpoint(
@@ -178,40 +170,38 @@ def check_endpoint(
 
     A fault of the endpoint is a finding; only a fault of the run directory raises (`RunModelError`, `AnswerError`).
     """
-    sample = trained.sample
-    findings: list[Finding] = []
+    sample, findings, measured = trained.sample, list[Finding](), dict[str, int | float]()
 
     def note(name: str, passed: bool, message: str) -> bool:
         findings.append(Finding(name=name, passed=passed, message=message))
         return passed
 
-    def result(**figures: Any) -> EndpointCheck:
-        return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), **figures)
-
     try:
         status, body = endpoint.post(sample.windows)
-        if not note("answers", status == 200, f"status {status}" + ("" if status == 200 else f": {_words(body)}")):
-            return result()
-        try:
+        if note("answers", status == 200, f"status {status}" + ("" if status == 200 else f": {_words(body)}")):
+            measured["rows"] = len(sample.windows)
             served = read_answer(body, len(sample.windows))
-            found = compare_answers(sample, served, tolerance)
-        except AnswerError as error:
-            note("schema", False, f"it {error}")
-            return result(rows=len(sample.windows))
-        note("schema", True, f"{len(sample.windows)} rows of {', '.join(served)}")
-        note("equality", found.passed, f"it {found.message}")
-        _refusals(endpoint, sample, note)
-        if endpoint.headers():
-            open_to, _ = endpoint.post(sample.windows[:1], authorised=False)
-            note("authorisation", open_to in (401, 403), f"status {open_to} without credentials")
+            found, to_training = compare_answers(sample, served)
+            measured |= {"max_relative_difference": found, "max_relative_difference_to_training": to_training}
+            note("schema", True, f"{len(sample.windows)} rows of {', '.join(served)}")
+            is_equal = found <= tolerance and to_training <= TRAINING_TOLERANCE
+            note(
+                "equality",
+                is_equal,
+                f"it answered {len(sample.windows)} test windows {'with' if is_equal else 'NOT with'} the model's "
+                f"numbers: off by at most {found:.1e} of a column's size from the job's weights (allowed "
+                f"{tolerance:.0e}) and {to_training:.1e} from training's own predictions (allowed "
+                f"{TRAINING_TOLERANCE:.0e}; compared: {', '.join(sample.trained) or 'no column'})",
+            )
+            _refusals(endpoint, sample, note)
+            if endpoint.headers():
+                open_to, _ = endpoint.post(sample.windows[:1], authorised=False)
+                note("authorisation", open_to in (401, 403), f"status {open_to} without credentials")
+    except AnswerError as error:
+        note("schema", False, f"it {error}")
     except ServingError as error:
         note("answers", False, str(error))
-        return result()
-    return result(
-        rows=len(sample.windows),
-        max_relative_difference=found.max_relative_difference,
-        max_relative_difference_to_training=found.max_relative_difference_to_training,
-    )
+    return EndpointCheck(url=redact(endpoint.url), findings=tuple(findings), measured=measured)
 
 
 def _refusals(endpoint: ScoringEndpoint, sample: Sample, note: Callable[[str, bool, str], bool]) -> None:

@@ -113,7 +113,7 @@ def test_a_script_is_registered_as_others_are(folder: Path) -> None:
         MLflowRegistry(uri), str(folder / "home"), rundir.uri, "texts", MADE, experiment="e", told=told.append
     )
     assert found.serving.passed, found.serving.message
-    assert found.serving.rows == 32
+    assert found.serving.measured["rows"] == 32
     assert {item.name for item in found.serving.findings} >= {"answers", "schema", "equality", "refusal"}
     assert (found.decision.alias, found.verdict.passed) == ("champion", True), found.decision
     assert found.decision.reason == "the gate passed, and there is no other champion"

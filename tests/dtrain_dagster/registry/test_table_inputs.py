@@ -100,9 +100,11 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
         endpoint = ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
         checked = check_endpoint(endpoint, first)
     assert checked.passed, checked.message
-    assert f"{checked.rows} rows of prediction, probability_0, probability_1" in str(checked.figures()["schema"])
+    assert f"{checked.measured['rows']} rows of prediction, probability_0, probability_1" in str(
+        checked.figures()["schema"]
+    )
     assert "compared: prediction" in str(checked.figures()["equality"])
-    assert checked.max_relative_difference_to_training == 0
+    assert checked.measured["max_relative_difference_to_training"] == 0
     assert loaded.metadata.metadata["categories"]["region"] == ["north", "south"]
     assert loaded.metadata.metadata["classes"] == ["no", "yes"]
     with models.files(version.name, version.version) as files:
