@@ -59,12 +59,6 @@ def test_a_failure_begins_with_its_cause_and_exit_code() -> None:
     assert found.advice == "There is a checkpoint: go"
 
 
-def test_the_trainers_own_word_comes_before_what_is_guessed_from_the_log() -> None:
-    result = {"status": "failed", "error": "NonFiniteError: the loss is not finite\nmore"}
-    found = failure_of("failed", {"message": MESSAGE, "exit_code": 1}, result, [], {}, "")
-    assert found.cause == "NonFiniteError: the loss is not finite"
-
-
 def test_a_failure_that_nobody_recorded_shows_the_end_of_a_log() -> None:
     nodes = [NodePresence(node_id=2, launch=1, started_at=START, ended_at=START + 9, exit_codes=(-9,))]
     found = failure_of("failed", {}, {}, nodes, {2: f"x\n{HOSTILE}\x1b[2J\n"}, "")
@@ -78,8 +72,8 @@ def test_a_cancelled_job_explains_nothing_and_a_finished_one_has_no_failure() ->
     assert (found.title, found.reason, found.lines, found.advice) == ("cancelled", "", (), "go on so")
     assert describe_failure("succeeded", {}, {}, [], {}, "") is None
     assert describe_failure("running", {}, {}, [], {}, "") is None
-    budget = failure_of("failed", {"message": "spent", "exit_code": 7}, {"status": "budget"}, [], {}, "")
-    assert budget.title == "stopped by its budget"
+    budget = failure_of("failed", {"message": MESSAGE}, {"status": "budget", "error": "it was paid\nmore"}, [], {}, "")
+    assert (budget.title, budget.cause) == ("stopped by its budget", "it was paid"), "before what a log lets guess"
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled", "succeeded"])

@@ -44,7 +44,6 @@ from dtrain_dagster.registry.versions import (
 )
 from dtrain_dagster.support.formatting import in_markdown
 from dtrain_dagster.support.user_code import stage_for_serving
-from dtrain_dagster.support.user_sources import StagingError
 from harness import small_job
 from harness.tables import copy_tables
 from harness.waiting import until
@@ -183,16 +182,6 @@ def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pyte
     }
     assert any(requirement.startswith("scipy==") for requirement in staged.requirements)
     assert all("+" not in requirement for requirement in staged.requirements)
-
-
-def test_a_module_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DTRAIN_FACTORY_MODULES")
-    with pytest.raises(StagingError, match="set DTRAIN_FACTORY_MODULES=not_there"):
-        stage_for_serving(["not_there:make"], tmp_path / "code")
-    shutil.rmtree(tmp_path / "code", ignore_errors=True)
-    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "not_there")
-    with pytest.raises(StagingError, match="no module 'not_there'"):
-        stage_for_serving(["not_there:make"], tmp_path / "code")
 
 
 @pytest.fixture(autouse=True)
