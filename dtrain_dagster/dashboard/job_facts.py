@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -153,12 +154,10 @@ class JobAccount:
     lost_usd: float | None = None
     """The dollars of what was lost to failures; None where no price is known."""
     duration: str = ""
-    goodput: str = ""
     basis: str
     """What the dollars rest on."""
-    estimate: str = ""
-    """What was estimated, and how far the bill is from it; "" without an estimate."""
     notes: tuple[str, ...] = ()
+    """Sentences below the rows: the goodput, how far the bill is from the estimate, what is not exact."""
     verdict: dict[str, Any] | None
     """The verdict on the whole training, as `describe_diagnosis` returns it; None while the job runs."""
 
@@ -195,14 +194,16 @@ def account_of(
     running = state in (JobState.RUNNING, JobState.QUEUED)
     plan, launch = rundir.read_json(PLAN) or {}, rundir.read_json(LAUNCH) or {}
     events = [item for item in rundir.events() if item["kind"] != "node"]
-    try:
+    tracker = found = None
+    with suppress(PriceError, ValueError):
         _, tracker = trackers_of(rundir, nodes, launch, plan, running, default_tier, now)
-    except (PriceError, ValueError):
-        verdict = None if running else describe_diagnosis(diagnose(events), advise(events, training))
+    if tracker is not None:
+        found = ledger(tracker.nodes, events, running)
+    paid = "" if found is None else describe_goodput(goodput(found), state == JobState.SUCCEEDED)
+    verdict = None if running else describe_diagnosis(diagnose(events), advise(events, training), paid)
+    if tracker is None or found is None:
         return JobAccount(basis="no price is known for its nodes", verdict=verdict)
-    found = ledger(tracker.nodes, events, running)
-    causes = found.causes()
-    digits = digits_of(found.units)
+    causes, digits = found.causes(), digits_of(found.units)
     rows = [
         {
             "cause": row["cause"],
@@ -213,19 +214,14 @@ def account_of(
         }
         for row in ledger_rows(found, digits)
     ]
-    verdict = None
-    if not running:
-        paid = describe_goodput(goodput(found), state == JobState.SUCCEEDED)
-        verdict = describe_diagnosis(diagnose(events), advise(events, training), paid)
+    of_goodput = f"{found.goodput:.0%} of the paid node-time was spent in steps that counted"
     return JobAccount(
         rows=tuple(sorted(rows, key=lambda row: -row["share"])),
         lost_usd=causes[CostCause.LOST].usd if CostCause.LOST in causes else 0.0,
         total=f"${total_shown([found.units], digits):,}",
         duration=format_duration(found.microseconds / SECOND),
-        goodput=f"{found.goodput:.0%} of the paid node-time was spent in steps that counted",
         basis=basis_of(plan, launch),
-        estimate=_estimate(plan, tracker, running),
-        notes=(*tracker.notes, *found.notes),
+        notes=tuple(filter(None, (of_goodput, _estimate(plan, tracker, running), *tracker.notes, *found.notes))),
         verdict=verdict,
     )
 

@@ -116,8 +116,7 @@ function drawCost(account) {
     row.cause, number(row.usd), number(`${(100 * row.share).toFixed(1)} %`), { nodes: [shareBar(row.share)], className: "wide" }, number(row.duration), { text: row.meaning, className: "meaning" },
   ]);
   const foot = ["the bill", number(account.total), number("100 %"), { className: "wide" }, number(account.duration), { text: account.basis, className: "meaning" }];
-  const notes = [account.goodput, account.estimate, ...account.notes].filter(Boolean);
-  part.replaceChildren(card(make("h3", "", "What the dollars bought"), table("ledger", heads, rows, foot), ...notes.map(text => make("p", "quiet", text))));
+  part.replaceChildren(card(make("h3", "", "What the dollars bought"), table("ledger", heads, rows, foot), ...account.notes.map(text => make("p", "quiet", text))));
 }
 
 function drawFacts(facts) {
