@@ -247,17 +247,6 @@ def remote() -> str:
     return f"memory://dashboard-{time.time_ns()}/jobs"
 
 
-def test_jobs_on_remote_storage_are_read_the_same_way(remote: str):
-    """Nothing but the verbs of storage: no folder, no lock."""
-    write_run(remote, "far", told(5))
-    board = JobBoard(remote, "dedicated")
-    assert [(row.job_id, row.state, row.step) for row in board.jobs()] == [("far", "running", 25)]
-    job = board.open("far", time.time())
-    assert job is not None
-    assert len(job.snapshot(0, "", time.time())["tracks"]["steps"]["rows"]) == 5
-    assert page.write_report(job.rundir, "dedicated") == f"{remote}/far/{page.REPORT}"
-
-
 def test_a_job_that_nobody_looks_after_does_not_cost_for_ever(remote: str):
     rundir = write_run(remote, "alone", told(5))
     now = time.time()
@@ -271,6 +260,7 @@ def test_a_job_that_nobody_looks_after_does_not_cost_for_ever(remote: str):
     rundir.write_json("result.json", {"status": "succeeded", "launch": 1, "steps": 25})
     (row,) = JobBoard(remote, "dedicated").jobs()
     assert (row.state, row.ended_at) == ("succeeded", pytest.approx(now))
+    assert page.write_report(rundir, "dedicated") == f"{remote}/alone/{page.REPORT}"
 
 
 def test_a_damaged_run_directory_takes_no_other_away(tmp_path: Path):

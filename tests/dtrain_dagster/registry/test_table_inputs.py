@@ -4,6 +4,7 @@ numbers and missing values, by the names of the columns."""
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from dtrain_dagster.registry.smoke_test import Candidate
 from harness.tables import copy_tables
 from tests.abuse.websites import served
 from tests.dtrain_dagster.registry.test_rows import assert_judged_by_its_weights, trained
+from trainer.isolation.runner import Isolated, IsolationError
 from trainer.rundir import RunDir
 
 ROWS = 600
@@ -111,9 +113,10 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
         compared = compare(first, version.version, files, files)
     assert compared.note == ""
     assert_judged_by_its_weights(first, "log_loss")
-    with models.files(version.name, version.version) as files:
-        (files / "MLmodel").write_text((files / "MLmodel").read_text().replace('"calls"', '"dials"'))
+    with models.files(version.name, version.version) as files, monkeypatch.context() as patched:
+        patched.setattr(Isolated, "predict", Mock(side_effect=IsolationError("missing inputs ['dials']")))
         other = compare(first, version.version, files, files)
-    assert "missing inputs ['dials']" in other.note, "a champion that needs a column which these rows do not have"
+    assert other.champion is None
+    assert other.note == "it gave no forecasts of these samples: missing inputs ['dials']"
     logged = (RunDir(run).read_json("evaluation.json") or {})["model"]["log_loss"]
     assert (compared.champion, compared.candidate) == (pytest.approx(logged), pytest.approx(logged))
