@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from dtrain_dagster.jobs.log_follower import FileFollower, by_part, time_in
 from trainer.node.line_log import logs_of
@@ -42,22 +42,15 @@ class LogPage:
     """Whether there are lines before these."""
 
 
-class LogSource(Protocol):
-    """Where a job's logs are read."""
-
-    def page(self, job_id: str, node: int | None) -> LogPage:
-        """Return the last lines of ``node``, or of all. Raise `DamagedError`, OSError or `ClusterError` where they
-        cannot be read."""
-
-
 class LogFiles:
-    """The logs that nodes write to this machine, as a `LogSource`."""
+    """The logs that nodes write to this machine."""
 
     def __init__(self, folder_of: Callable[[str], Path]) -> None:
         """``folder_of`` returns the folder of a job's logs."""
         self._folder_of = folder_of
 
     def page(self, job_id: str, node: int | None) -> LogPage:
+        """Return the last lines of ``node``, or of all. Raise `DamagedError` or OSError where they cannot be read."""
         follower = FileFollower(self._folder_of(job_id), most_bytes=TAIL_BYTES)
         follower.skip_to_end(MOST_LINES, node)
         found = list(follower.read(node))
@@ -69,7 +62,7 @@ class LogFiles:
 
 
 class ClusterLogs:
-    """The logs that only the cluster can read, as a `LogSource`; ``ask`` as `GPUClusterManager.job_logs`."""
+    """The logs that only the cluster can read; ``ask`` as `GPUClusterManager.job_logs`."""
 
     def __init__(self, ask: Callable[[str], str]) -> None:
         self._ask = ask
@@ -77,6 +70,7 @@ class ClusterLogs:
         self._lock = threading.Lock()
 
     def page(self, job_id: str, node: int | None) -> LogPage:
+        """Return the same. Raise `ClusterError` where they cannot be read."""
         with self._lock:
             at, said = self._said.get(job_id, (-1e9, []))
             if time.monotonic() - at > CLUSTER_SECONDS:
@@ -88,6 +82,9 @@ class ClusterLogs:
         found = [item for item in said if node in (None, item[0])]
         nodes = tuple(sorted({number for number, _ in said}))
         return LogPage(lines=_newest(found), nodes=nodes, is_cut=len(found) > MOST_LINES)
+
+
+LogSource: TypeAlias = LogFiles | ClusterLogs
 
 
 def in_order_of_time(lines: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager
 from trainer.documents.reader import LOG_BYTES
@@ -27,21 +27,9 @@ Part = tuple[int, str, str]
 """A node, and the lines that name the launch and the rank, where there are such."""
 
 
-class LogFollower(Protocol):
-    """A reader of a job's logs that returns each line once."""
-
-    poll_seconds: float
-
-    def skip_to_end(self, keep_lines: int = 0) -> None:
-        """Leave out the present lines, except the last ``keep_lines`` of each log."""
-
-    def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterable[tuple[int, str]]:
-        """Return (node, line) of each line finished since the last call; ``to_the_end``: the unfinished one, too."""
-
-
 @dataclass(slots=True)
 class FileFollower:
-    """A follower of logs that grow in a folder of this machine, as a `LogFollower`."""
+    """A reader of logs that grow in a folder of this machine, which returns each line once."""
 
     folder: Path
     offsets: dict[int, int] = field(default_factory=dict)
@@ -52,6 +40,7 @@ class FileFollower:
     poll_seconds: float = 0.1
 
     def skip_to_end(self, keep_lines: int = 0, node_id: int | None = None) -> None:
+        """Leave out the present lines, except the last ``keep_lines`` of each log."""
         for node, path in logs_of(self.folder, node_id).items():
             with open_log(path) as file:
                 end = file.seek(0, os.SEEK_END)
@@ -63,6 +52,7 @@ class FileFollower:
             self.has_left_out |= self.offsets[node] > 0
 
     def read(self, node_id: int | None = None, to_the_end: bool = False) -> Iterator[tuple[int, str]]:
+        """Yield (node, line) of each line finished since the last call; ``to_the_end``: the unfinished one, too."""
         for node, path in logs_of(self.folder, node_id).items():
             is_more = True
             while is_more:
@@ -82,7 +72,7 @@ class FileFollower:
 
 
 class LogPoller:
-    """A `LogFollower` of logs that only the cluster can read; ``ask`` as `GPUClusterManager.job_logs` for all nodes."""
+    """The same, of logs that only the cluster can read; ``ask`` as `GPUClusterManager.job_logs` for all nodes."""
 
     def __init__(self, ask: Callable[[], str], poll_seconds: float) -> None:
         self.ask, self.poll_seconds = ask, poll_seconds
@@ -112,6 +102,9 @@ class LogPoller:
             if new and node_id in (None, part[0]):
                 self._given[part] = finished
                 yield from ((part[0], line) for line in new)
+
+
+LogFollower: TypeAlias = FileFollower | LogPoller
 
 
 def follow_logs(manager: GPUClusterManager, rundir: RunDir, shares_home: bool) -> LogFollower:
