@@ -110,7 +110,7 @@ def _row(choice: PlanChoice, table: Choices) -> dict[str, Any]:
         "usd": round(choice.usd.expected, 6),
         "mark": ", ".join(marks),
         "seconds": round(choice.seconds.expected, 1),
-        "sku": choice.sku,
+        "sku": choice.price.sku,
         "tier": choice.tier,
         "nodes": choice.node_count,
         "usd_range": choice.usd.range_in(dollars),

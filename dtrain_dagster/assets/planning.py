@@ -35,7 +35,6 @@ from dtrain_dagster.planning.build_plan import (
     assemble_plan,
     compare_choices,
     explain_excess,
-    in_words,
     remedies,
     size_up_job,
     sure_objection,
@@ -140,8 +139,8 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     if said := explain_excess(estimate, limits):
         raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
     run.refuse_excess(wanted_of(planned, min(estimate.usd.expected, config.stop_at_usd or math.inf)))
-    if cheaper := table.cheaper_than(estimate.usd.expected):
-        log.info(f"cheaper would be {in_words(cheaper)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+    if table.cheapest and table.cheapest.usd.expected < estimate.usd.expected:
+        log.info(f"cheaper would be {table.cheapest.text} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
     log.info(
         f"estimate: {dollars(estimate.usd.expected)} and {format_duration(estimate.seconds.expected)}, "

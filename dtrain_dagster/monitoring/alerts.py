@@ -104,4 +104,4 @@ def communication_alert(found: Sequence[TimingEvent], training: Mapping[str, Any
 
 def advise(events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]) -> list[str]:
     """Return what would help most against what these events tell, in a line each. ``training``: the configuration."""
-    return [item.text for item in strategies(settled(windows(events)), events, training)[:MOST_CHANGES]]
+    return [item.text for item in strategies(settled(windows(events)), training)[:MOST_CHANGES]]

@@ -19,7 +19,6 @@ from dtrain_dagster.monitoring.stragglers import (
 )
 from dtrain_dagster.monitoring.windows import (
     COMMUNICATION_LIMIT,
-    NOISE_FACTOR,
     collective_link,
     exceeds_limit,
     is_steadily_above,
@@ -262,77 +261,41 @@ def _slow_link(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]
                 per_byte = float(value) / float(probe.bytes or math.inf)
                 seconds.setdefault((int(source), int(target)), []).append(per_byte * gradients)
     links = {link: statistics.median(values) for link, values in seconds.items() if max(link) < len(nodes)}
-    best: tuple[float, int, float, float] | None = None
-    for rank in range(len(nodes)):
+    found = []
+    for rank, node in enumerate(nodes):
         own = [value for link, value in links.items() if rank in link]
         others = [value for link, value in links.items() if rank not in link]
-        if own and others:
-            ratio = statistics.median(own) / max(statistics.median(others), 1e-9)
-            # All of its links, either way: one slow transfer says more of the machine's other work than of a link.
-            is_slow = ratio >= SLOW_LINK and min(own) > max(others)
-            # In a ring each link carries 2 (W - 1) / W of what is summed.
-            carried = bytes_carried(len(nodes)) * statistics.median(own)
-            is_slow = is_slow and carried > LINK_EXPLAINS * exposed
-            if is_slow and (best is None or ratio > best[0]):
-                best = (ratio, rank, statistics.median(own), statistics.median(others))
-    if best is None:
-        return None
-    ratio, rank, own_seconds, other_seconds = best
-    text = (
-        f"Links of rank {rank} (node {nodes[rank]}) take {_ms(own_seconds)} for the gradients of a step where links "
-        f"between others take {_ms(other_seconds)}; "
-        f"communication is {typical_share(world, 'communication'):.0%} of the step."
-    )
-    share = shares(world)["communication"] * (1 - 1 / ratio)
-    return Diagnosis(cause=SlowdownCause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=nodes[rank])
+        if not own or not others:
+            continue
+        typical, usual = statistics.median(own), statistics.median(others)
+        ratio = typical / max(usual, 1e-9)
+        # All of its links, either way: one slow transfer says more of the machine's other work than of a link. And in a
+        # ring each link carries 2 (W - 1) / W of what is summed.
+        if (
+            ratio < SLOW_LINK
+            or min(own) <= max(others)
+            or bytes_carried(len(nodes)) * typical <= LINK_EXPLAINS * exposed
+        ):
+            continue
+        text = (
+            f"Links of rank {rank} (node {node}) take {_ms(typical)} for the gradients of a step where links between "
+            f"others take {_ms(usual)}; communication is {typical_share(world, 'communication'):.0%} of the step."
+        )
+        share = shares(world)["communication"] * (1 - 1 / ratio)
+        found.append(Diagnosis(cause=SlowdownCause.SLOW_LINK, share=share, evidence=text, rank=rank, node_id=node))
+    return max(found, key=lambda item: item.share, default=None)
 
 
 def _checkpoint(world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:
-    """Return the cost of saves: they hold a rank up, and steps are slower while one is written in the background."""
+    """Return the cost of saves, as far as they hold a rank up."""
     began, ended = world[0].time - world[0].total_seconds, world[-1].time
-    saves = [(save.began_at, save.time) for save in read_events(CheckpointEvent, events) if began <= save.time]
+    count = sum(began <= save.time and save.began_at <= ended for save in read_events(CheckpointEvent, events))
     stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
-    stall_share = stalled / seconds_of(world)
-    slower, writing = _slower_while_writing(world, [save for save in saves if save[0] <= ended])
-    if stall_share + slower < CHECKPOINT_SHARE:
+    share = stalled / seconds_of(world)
+    if share < CHECKPOINT_SHARE:
         return []
-    parts = []
-    if stall_share >= CHECKPOINT_SHARE / 2:
-        parts.append(f"saves hold the step up for {stall_share:.1%} of training time")
-    if slower:
-        parts.append(f"steps are slower while a write is under way, which is {writing:.0%} of the time")
-    text = " and ".join(parts)
-    evidence = f"{text[0].upper()}{text[1:]} ({len(saves)} checkpoints)."
-    return [Diagnosis(cause=SlowdownCause.CHECKPOINT, share=stall_share + slower, evidence=evidence)]
-
-
-def _slower_while_writing(world: Sequence[TimingEvent], writes: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the shares of time that writes cost, 0 unless it stands out from noise, and in which there is one."""
-    overlaps = []
-    for window in world:
-        first, last = window.time - window.total_seconds, window.time
-        inside = sum(max(0.0, min(last, end) - max(first, start)) for start, end in writes)
-        overlaps.append(min(1.0, inside / (last - first)))
-    seconds = [_undisturbed(window) for window in world]
-    during = [(value, part) for value, part in zip(seconds, overlaps, strict=True) if part >= 0.3]
-    quiet = [value for value, part in zip(seconds, overlaps, strict=True) if part < 0.05]
-    total = statistics.fmean(overlaps)
-    if len(during) < 2 or len(quiet) < 3:
-        return 0.0, total
-    usual = statistics.median(quiet)
-    excess = statistics.median((value - usual) / part for value, part in during)
-    spread = max(1.4826 * statistics.median(abs(value - usual) for value in quiet), 0.01 * usual)
-    if excess < NOISE_FACTOR * 1.2533 * spread * math.hypot(1 / math.sqrt(len(during)), 1 / math.sqrt(len(quiet))):
-        return 0.0, total
-    return excess * total / _step(world), total
-
-
-def _undisturbed(window: TimingEvent) -> float:
-    """Return the seconds of a step without what happens in few: medians, where the trainer has recorded them."""
-    if "compute" not in window.typical:
-        return window.seconds - max(window.segments.get("checkpoint") or (0.0,))
-    busy = zip(window.typical["compute"], window.typical.get("input") or (0.0,) * window.world_size, strict=True)
-    return max(sum(values) for values in busy) + window.mean("communication")
+    text = f"Saves hold the step up for {share:.1%} of training time ({count} checkpoints)."
+    return [Diagnosis(cause=SlowdownCause.CHECKPOINT, share=share, evidence=text)]
 
 
 def _hangs(events: Sequence[Mapping[str, Any]]) -> list[Diagnosis]:

@@ -189,12 +189,8 @@ def _compute(window: TimingEvent) -> list[float]:
 
 
 def _segments(window: TimingEvent, *names: str) -> list[float]:
-    empty = _nothing(window)
+    empty = (0.0,) * window.world_size
     return [sum(values) for values in zip(*(window.segments.get(name, empty) for name in names), strict=True)]
-
-
-def _nothing(window: TimingEvent) -> tuple[float, ...]:
-    return (0.0,) * window.world_size
 
 
 def _without(values: Sequence[float], less: Sequence[float]) -> list[float]:

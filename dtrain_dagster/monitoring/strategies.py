@@ -7,7 +7,6 @@ of the nodes do to the dollars of a job is in `planning.optimizer`.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +26,9 @@ from dtrain_dagster.monitoring.windows import (
     worlds,
 )
 from dtrain_dagster.support.formatting import dollars, format_duration
-from trainer.documents.events import CheckpointEvent, TimingEvent, read_events
+from trainer.documents.events import TimingEvent
 from trainer.performance.link import Link, bytes_carried, ring_messages
 
-CHECKPOINT_BUDGET = 0.01
-"""Share of training time that checkpoints may cost."""
 KEPT = 0.01
 """Share of a gradient's entries that top-k compression sends, where the configuration does not say."""
 WORTH_IT = 0.01
@@ -197,15 +194,13 @@ def best(ranked: Iterable[Change], most: int | None = None) -> tuple[Change, ...
     ]
 
 
-def strategies(
-    found: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]] = (), training: Mapping[str, Any] | None = None
-) -> tuple[Change, ...]:
+def strategies(found: Sequence[TimingEvent], training: Mapping[str, Any] | None = None) -> tuple[Change, ...]:
     """Return what would help the world that trained longest in these windows, the largest gain first. ``training``: the
     trainer's configuration, for the present values of settings."""
     world, training = longest_world(found), training or {}
     if not world:
         return ()
-    ranked = [*waiting_strategies(world), *_input(world), *_checkpoint(world, events, training)]
+    ranked = [*waiting_strategies(world), *_input(world)]
     if exceeds_limit(world, ("communication",)) and not ranks_that_share_cores(world[-1]):
         ranked += communication_strategies(world, training)
     return best(ranked)
@@ -334,31 +329,6 @@ def _input(world: Sequence[TimingEvent]) -> list[Change]:
     change = "put the dataset on a local disk of each node; fewer processes per node share a disk and processors"
     note = "the next batch is gathered during a step, on one thread: input that is quicker than a step costs nothing"
     return [now.to(replace(now, input=now.input - common), "quicker input", change, note)]
-
-
-def _checkpoint(
-    world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
-) -> list[Change]:
-    """Return the checkpoint interval at which saves cost just less than the budget. Their cost and number are those of
-    these windows: a job has saves in other worlds as well."""
-    stalled = sum(max(window.segments.get("checkpoint") or (0.0,)) * window.steps for window in world)
-    began = [save.began_at for save in read_events(CheckpointEvent, events)]
-    count = sum(any(window.time - window.total_seconds <= at <= window.time for window in world) for at in began)
-    every = training.get("checkpoint_frequency")
-    share = stalled / seconds_of(world)
-    if share <= CHECKPOINT_BUDGET or not count or not every:
-        return []
-    now = step_model(world)
-    step = now.seconds * (1 - share)
-    steps = math.ceil(stalled / count * (1 / CHECKPOINT_BUDGET - 1) / step / 10) * 10
-    if steps <= int(every):
-        return []
-    saved = (share - CHECKPOINT_BUDGET) * now.seconds
-    then = replace(now, fixed=max(0.0, now.fixed - saved))
-    then = replace(then, waiting=max(0.0, then.waiting - max(0.0, saved - (now.fixed - then.fixed))))
-    change = f"training.checkpoint_frequency = {steps} (now {every})"
-    note = f"a save holds up for {stalled / count:.2g} s; a lost node then costs up to {steps * step:.0f} s of work"
-    return [now.to(then, "checkpoints less often", change, note)]
 
 
 def _setting(name: str, training: Mapping[str, Any], factor: int) -> str:

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.documents.events import CollectiveTiming, StepEvent, TimingEvent, read_events
@@ -153,8 +153,7 @@ class Throughput:
     seconds: float = 0.0
     rank_seconds: float = 0.0
     """Seconds times ranks."""
-    by_node: Mapping[int, int] = field(default_factory=dict)
-    """The samples of each node."""
+    samples: int = 0
     reported_seconds: float = 0.0
     reported_samples: float = 0.0
     """Those of `step` events, each of which stands for one step."""
@@ -167,28 +166,24 @@ class Throughput:
             return replace(self, reported_seconds=self.reported_seconds + event.step_seconds, reported_samples=samples)
         if not event.samples or len(event.samples) != event.world_size:
             return self
-        by_node = dict(self.by_node)
-        for node, samples in zip(event.nodes, event.samples, strict=True):
-            by_node[node] = by_node.get(node, 0) + samples
-        seconds = event.total_seconds
-        ranks = self.rank_seconds + seconds * event.world_size
-        return replace(self, seconds=self.seconds + seconds, rank_seconds=ranks, by_node=by_node)
+        return replace(
+            self,
+            seconds=self.seconds + event.total_seconds,
+            rank_seconds=self.rank_seconds + event.total_seconds * event.world_size,
+            samples=self.samples + sum(event.samples),
+        )
 
     @property
     def samples_per_second(self) -> float | None:
         """The samples of all nodes per second; None where nothing was recorded."""
         if self.seconds:
-            return sum(self.by_node.values()) / self.seconds
+            return self.samples / self.seconds
         return self.reported_samples / self.reported_seconds if self.reported_seconds else None
 
     @property
     def per_rank(self) -> float | None:
         """The samples of a rank per second, mean over ranks; None where no windows were recorded."""
-        return sum(self.by_node.values()) / self.rank_seconds if self.rank_seconds else None
-
-    def of_node(self, node: int) -> float | None:
-        """Return the samples of a node per second of the whole training; None where no windows were recorded."""
-        return self.by_node.get(node, 0) / self.seconds if self.seconds else None
+        return self.samples / self.rank_seconds if self.rank_seconds else None
 
 
 def throughput(found: Iterable[TimingEvent], steps: Iterable[StepEvent] = ()) -> Throughput:

@@ -10,6 +10,7 @@ comparison: what runs is the planned one.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
@@ -284,32 +285,29 @@ def warnings_of(plan: TrainingPlan, limits: Limits) -> list[str]:
 
 def most_epochs(forecast: Forecast, limits: Limits, price: SkuPrice, tier: Tier, node_count: int) -> int:
     """Return the most epochs that fit, fewer than planned; 0 where none do."""
-    fits, too_many = 0, forecast.sizes.epochs
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fewer = replace(forecast, sizes=replace(forecast.sizes, epochs=middle))
-        estimate = estimate_forecast(fewer, price, tier, node_count)
-        if explain_excess(estimate, limits) is None:
-            fits = middle
-        else:
-            too_many = middle
-    return fits
+
+    def are_too_many(epochs: int) -> bool:
+        fewer = replace(forecast, sizes=replace(forecast.sizes, epochs=epochs))
+        return explain_excess(estimate_forecast(fewer, price, tier, node_count), limits) is not None
+
+    return bisect_left(range(1, forecast.sizes.epochs), True, key=are_too_many)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanChoice:
     """One way to run the training."""
 
-    sku: str
-    gpu: str
-    gpus: int
-    node_count: int
+    price: SkuPrice
     tier: Tier
+    node_count: int
     global_batch: int
     estimate: Estimate
     time_from: str
     """A sentence on where the time comes from and what it leaves out."""
-    price_from: str
+
+    @property
+    def key(self) -> tuple[str, Tier, int]:
+        return self.price.sku, self.tier, self.node_count
 
     @property
     def seconds(self) -> Interval:
@@ -321,7 +319,19 @@ class PlanChoice:
 
     @property
     def name(self) -> str:
-        return name_nodes(self.node_count, self.sku, self.tier)
+        return name_nodes(self.node_count, self.price.sku, self.tier)
+
+    @property
+    def price_from(self) -> str:
+        """Return the price per hour with its source, and what it leaves open."""
+        figure = self.price.figure(self.tier)
+        told = f"{figure.usd_per_hour:g} USD per node-hour in {self.price.region}, {figure.how} {figure.recorded_on}: "
+        return "; ".join(filter(None, [f"{told}{figure.source}", self.price.tell_spot(self.tier)]))
+
+    @property
+    def text(self) -> str:
+        """Return the nodes, the time and the dollars with their ranges, and where the time comes from."""
+        return f"{self.name}: {self.seconds.told(format_duration)}, {self.usd.told(dollars)}; {self.time_from}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,11 +347,6 @@ class Choices:
     def cheapest(self) -> PlanChoice | None:
         """The cheapest of those that keep deadline and budget."""
         return next((row for row in self.rows if is_sure(row, self.limits)), None)
-
-    def cheaper_than(self, usd: float) -> PlanChoice | None:
-        """Return the cheapest, if it costs less than this: where the limits are narrow, what keeps them may be dearer
-        than what is planned."""
-        return self.cheapest if self.cheapest and self.cheapest.usd.expected < usd else None
 
 
 def compare_choices(
@@ -374,12 +379,8 @@ def compare_choices(
             if not explain_unavailable(other, tier, None if is_stand_in else today):
                 rows += [_choice(planned, forecast, other, each, tier) for each in counts if not small[each]]
     rows.sort(key=lambda row: (row.usd.expected, row.seconds.expected))
-    mine = (price.sku, planned.tier, count)
-    return Choices(
-        rows=tuple(rows),
-        limits=limits,
-        planned=next((row for row in rows if (row.sku, row.tier, row.node_count) == mine), None),
-    )
+    mine = next((row for row in rows if row.key == (price.sku, planned.tier, count)), None)
+    return Choices(rows=tuple(rows), limits=limits, planned=mine)
 
 
 def explain_unavailable(price: SkuPrice, tier: Tier, today: date | None) -> str:
@@ -396,18 +397,21 @@ def explain_unavailable(price: SkuPrice, tier: Tier, today: date | None) -> str:
 def remedies(table: Choices, planned: PlannedJob, forecast: Forecast) -> list[str]:
     """Return what would fit, in words: another number of the planned nodes, fewer epochs, the cheapest of all choices;
     where no choice is sure to fit, the cheapest and the fastest one."""
-    kind, found = (planned.price.sku, planned.tier), []
-    for row in sorted(table.rows, key=lambda row: row.node_count):
-        is_other = (row.sku, row.tier) == kind and row.node_count != planned.node_count
-        if is_other and explain_excess(row.estimate, table.limits) is None:
-            cost = f"{dollars(row.usd.expected)} and {format_duration(row.seconds.expected)}"
-            found.append(f"{row.node_count} node(s) (DTRAIN_NODES={row.node_count}): about {cost}")
+    others = {row.node_count: row for row in table.rows if row.key[:2] == (planned.price.sku, planned.tier)}
+    others.pop(planned.node_count, None)
+    found = [
+        f"{count} node(s) (DTRAIN_NODES={count}): about {dollars(row.usd.expected)} and "
+        f"{format_duration(row.seconds.expected)}"
+        for count, row in sorted(others.items())
+        if explain_excess(row.estimate, table.limits) is None
+    ]
     if epochs := most_epochs(forecast, table.limits, planned.price, planned.tier, planned.node_count):
         found.append(f"epochs={epochs} instead of {planned.sizes.epochs} on {planned.node_count} node(s)")
     if table.cheapest:
-        found.append(f"{in_words(table.cheapest)} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
+        found.append(f"{table.cheapest.text} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     elif table.rows:
-        nearest = dict.fromkeys((table.rows[0], min(table.rows, key=lambda row: row.seconds.expected)))
+        cheapest, fastest = table.rows[0], min(table.rows, key=lambda row: row.seconds.expected)
+        nearest = [cheapest] if fastest is cheapest else [cheapest, fastest]
         told = " and ".join(
             f"{row.name}, up to {dollars(row.usd.high)} and {format_duration(row.seconds.high)}" for row in nearest
         )
@@ -426,18 +430,11 @@ def name_nodes(node_count: int, sku: str, tier: Tier, place: str = "") -> str:
     return f"{place}, priced as if it were {nodes}" if place else nodes
 
 
-def in_words(choice: PlanChoice) -> str:
-    """Return the nodes, the time and the dollars with their ranges, and where the time comes from."""
-    return f"{choice.name}: {choice.seconds.told(format_duration)}, {choice.usd.told(dollars)}; {choice.time_from}"
-
-
 def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count: int, tier: Tier) -> PlanChoice:
     own, own_ranks = price.sku == planned.price.sku, planned.sizes.processes_per_node
     ranks = node_count * (own_ranks if own else price.gpus)
     alike = max(1, round(ranks / own_ranks))  # as many of the planned nodes have as many ranks
     relative = price.speed / planned.price.speed
-    figure = price.figure(tier)
-    told = f"{figure.usd_per_hour:g} USD per node-hour in {price.region}, {figure.how} {figure.recorded_on}: "
     time_from = (
         f"guessed: a node is taken to compute {relative:.3g} times as fast as one of {planned.price.sku}; "
         "network, start-up and disks are taken to be the same"
@@ -446,13 +443,10 @@ def _choice(planned: PlannedJob, forecast: Forecast, price: SkuPrice, node_count
         is_measured = any(item.node_count == node_count for item in forecast.measured)
         time_from = f"{'measured' if is_measured else 'scaled to other nodes'}: {forecast.basis_words}"
     return PlanChoice(
-        sku=price.sku,
-        gpu=price.gpu,
-        gpus=price.gpus,
-        node_count=node_count,
+        price=price,
         tier=tier,
+        node_count=node_count,
         global_batch=ranks * planned.sizes.batch_size_per_rank,
         estimate=estimate_cost(forecast.seconds_at(alike, relative * node_count / alike), price, tier, node_count),
         time_from=time_from,
-        price_from="; ".join(filter(None, [f"{told}{figure.source}", price.tell_spot(tier)])),
     )

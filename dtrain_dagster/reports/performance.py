@@ -81,7 +81,7 @@ def summarise_performance(
         step_milliseconds_p95=milliseconds[min(len(milliseconds) - 1, int(0.95 * len(milliseconds)))],
         segment_shares=shares(found),
         goodput=good,
-        recommendations=strategies(found, events, training),
+        recommendations=strategies(found, training),
         ranks=_ranks(timed),
     )
 

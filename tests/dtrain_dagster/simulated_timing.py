@@ -46,7 +46,6 @@ class Simulation:
     stall: float = 0.0
     cores: int = 0
     """Of the one machine of all ranks; 0: the trainer is an older one that tells nothing of cores."""
-    write_slows: float = 0.0
     """Seconds more for every step while a write is under way."""
 
     def events(self) -> list[dict[str, Any]]:
@@ -60,7 +59,7 @@ class Simulation:
                 if saves:
                     writing_until = step + STEPS_PER_WINDOW
                     began = clock
-                row = self._step(chance, window, place, saves, step < writing_until)
+                row = self._step(chance, window, place, saves)
                 clock += sum(row["segments"][name][0] for name in row["segments"])
                 rows.append(row)
                 if step == writing_until - 1:
@@ -81,7 +80,7 @@ class Simulation:
             )
         return sorted(events, key=lambda event: event["time"])
 
-    def _step(self, chance: random.Random, window: int, place: int, saves: bool, writing: bool) -> dict[str, Any]:
+    def _step(self, chance: random.Random, window: int, place: int, saves: bool) -> dict[str, Any]:
         common = chance.lognormvariate(0, self.noise / 3)
         dealt = self.micro_batches or (2,) * self.ranks
         segments: dict[str, list[float]] = {name: [] for name in ("input", "forward", "backward", "optimizer")}
@@ -90,7 +89,7 @@ class Simulation:
             own *= chance.uniform(2, 6) if chance.random() < self.outliers else 1.0
             late = window >= self.since
             times = STEPS_PER_WINDOW * (place == 4) if self.pauses_only else 1
-            seconds = self.computing * dealt[rank] / 2 * own + self.write_slows * writing
+            seconds = self.computing * dealt[rank] / 2 * own
             segments["forward"].append(0.35 * seconds)
             segments["backward"].append(0.65 * seconds + late * times * self.late_compute.get(rank, 0.0))
             waits = late * times * self.late_input.get(rank, 0.0)

@@ -55,7 +55,6 @@ def plants(seed: int) -> list[tuple[SlowdownCause, int | None, dict[str, Any]]]:
             None,
             {"save_every": chance.choice((2, 6, 40)), "stall": 0.0, "stall_share": seconds},
         ),
-        (SlowdownCause.CHECKPOINT, None, {"save_every": 40, "write_slows": 4 * seconds}),
     ]
     if run["ranks"] > 2:
         result.append((SlowdownCause.SLOW_LINK, rank, {"slow_link_of": rank, "buckets": (24_000_000, 24_000_000)}))
