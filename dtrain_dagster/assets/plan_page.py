@@ -9,13 +9,12 @@ import dagster as dg
 
 from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import MOST_ROWS, best_rows, head_of_page
-from dtrain_dagster.clusters.base import GPUClusterManager
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.costs.tracker import CostTracker, paid_wall_seconds
+from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.planning.build_plan import Choices, PlanChoice, name_nodes
-from dtrain_dagster.planning.evidence import Pace, PastProbe, bill_charges
+from dtrain_dagster.planning.evidence import Pace, bill_charges
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 SHOWN = ("choice", "usd", "mark", "seconds")
@@ -28,7 +27,7 @@ def plan_page(run: ClusterRun, plan: TrainingPlan, table: Choices, forecast: For
         **plan_head(plan, pace.planned.place),
         **choices_metadata(table),
         **plan_metadata(plan, forecast, pace.planned.place),
-        **probe_metadata(pace, run.manager),
+        **probe_metadata(pace),
         **run.attempts(),
         "training": dg.JsonMetadataValue(plan.job["training"]),
     }
@@ -121,37 +120,24 @@ def _row(choice: PlanChoice, table: Choices) -> dict[str, Any]:
     }
 
 
-def probe_metadata(pace: Pace, manager: GPUClusterManager) -> dict[str, Any]:
-    """Return what Dagster shows of a plan's probes: their cost, what was expected, and their durations for later
-    plans; nothing where the plan rests on none."""
+def probe_metadata(pace: Pace) -> dict[str, Any]:
+    """Return what Dagster shows of a plan's probe: its cost, and who pays; nothing where the plan rests on none."""
     if pace.forecast.basis != "probe":
         return {}
-    planned, bill = pace.planned, bill_charges(pace.charges, pace.planned.tier)
-    counts = [item.node_count for item in pace.forecast.measured]
-    probes = [
-        PastProbe(
-            job_id=job_id,
-            sku=planned.price.sku,
-            node_count=count,
-            processes_per_node=planned.sizes.processes_per_node,
-            seconds=paid_wall_seconds(manager.node_usage(job_id)),
-        )
-        for count, job_id in zip(counts, pace.forecast.rests_on, strict=True)
-    ]
+    bill = bill_charges(pace.charges, pace.planned.tier)
     return {
-        "probe": describe_probes(pace, bill),
+        "probe": describe_probe(pace, bill),
         "probe_usd": round(bill.total_usd, 6),
         "probe_node_seconds": round(3600 * bill.node_hours, 1),
-        "probes": dg.JsonMetadataValue([asdict(item) for item in probes]),
     }
 
 
-def describe_probes(pace: Pace, bill: CostTracker) -> str:
-    """Return in words what the plan's probes cost, what had been expected, and who pays. Pure."""
+def describe_probe(pace: Pace, bill: CostTracker) -> str:
+    """Return in words what the plan's probe costs, and who pays. Pure."""
     if not pace.charges:
         return "measured before, and paid for by another training"
     said = (
         f"{dollars(bill.total_usd)} for {3600 * bill.node_hours:.1f} node-seconds in "
         f"{format_duration(bill.wall_seconds)}, billed with this training"
     )
-    return f"{said}; expected were {pace.expected}" if pace.expected else f"{said}; measured before"
+    return said if pace.seconds else f"{said}; measured before"

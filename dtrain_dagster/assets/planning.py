@@ -24,12 +24,13 @@ from dtrain_dagster.assets.plan_options import (
     with_nodes_of_run,
 )
 from dtrain_dagster.assets.plan_page import plan_page
-from dtrain_dagster.costs.estimate import estimate_forecast
+from dtrain_dagster.costs.estimate import estimate_cost, estimate_forecast
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.jobs.start import BudgetSpentError
 from dtrain_dagster.planning.build_plan import (
+    LEAST_SECONDS,
     Limits,
     PlannedJob,
     assemble_plan,
@@ -44,8 +45,6 @@ from dtrain_dagster.planning.evidence import (
     History,
     Pace,
     bill_charges,
-    expect_probe,
-    explain_dear_probe,
     forecast_from_probe,
     has_succeeded,
     knows,
@@ -206,20 +205,17 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
                 allow_retries=False,
             )
         return Pace(planned=planned, forecast=forecast)
-    count, expected = planned.node_count, None
-
-    def is_there(sku: str) -> bool:
-        return has_succeeded(RunDir(f"{jobs_uri}/{probe_id(planned.pace + hardware_mark(cluster, sku), count)}"))
-
-    if not is_there(planned.price.sku):
-        expected = expect_probe(history.probes, count, sizes, planned.price, planned.tier)
+    count = planned.node_count
+    _, left, is_due = prepare_probe(run, config, planned, limits)
+    if is_due:
+        hourly = count * planned.price.usd_per_hour(planned.tier)
+        most = "" if left is None else f", for {dollars(left / 3600 / count * hourly)} at most"
         tell(
-            f"a probe is run first, expected to cost {expected}; it counts against budget_usd and stop_at_usd and is "
-            "billed with the training"
+            f"a probe is run first on {nodes_of(planned)}, at {dollars(hourly)} an hour{most}; it counts against "
+            "budget_usd and stop_at_usd and is billed with the training"
         )
-        if said := explain_dear_probe(expected, limits, config.stop_at_usd):
-            raise run.refuse_plan(nodes_of(planned), said)
-    run.refuse_excess(wanted_of(planned, expected.usd.expected if expected else 0.0))
+    least = estimate_cost(LEAST_SECONDS, planned.price, planned.tier, count).usd.expected
+    run.refuse_excess(wanted_of(planned, least if is_due else 0.0))
     got = run.provision(cluster.sku, count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
@@ -227,19 +223,38 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
     forecast = history.forecast(sizes, count, price.sku)
     if forecast is not None and knows(forecast, count):
         return Pace(planned=planned, forecast=forecast)
-    mark, is_due = planned.pace + hardware_mark(cluster, price.sku), not is_there(price.sku)
-    limit_usd = min((limit for limit in (limits.budget_usd, config.stop_at_usd) if limit), default=0.0)
-    left = left_node_seconds(limit_usd, unpaid_charges(manager, jobs_uri, [probe_id(mark, count)]), price, tier)
+    mark, left, is_due = prepare_probe(run, config, planned, limits)
     learned, command = history.learned("probe", price.sku), planned.script.command if planned.script else None
     env = cluster.node_env(run.project)
     try:
         with run.queueing():
             forecast = forecast_from_probe(manager, planned.job, sizes, count, mark, env, learned, tell, left, command)
     except BudgetSpentError as error:
-        said = f"the probe reached the limit of {dollars(limit_usd)}: {error}"
+        most = dollars((left or 0.0) / 3600 * price.usd_per_hour(tier))
+        said = f"the probe reached the limit of {most}: {error}"
         raise run.refuse_plan(nodes_of(planned), said) from error
     if is_due:
         run.leave_queue(got)
     charges = unpaid_charges(manager, jobs_uri, forecast.rests_on)
     seconds = bill_charges(charges, tier).wall_seconds if is_due else 0.0
-    return Pace(planned=planned, forecast=forecast, expected=expected, charges=charges, seconds=seconds)
+    return Pace(planned=planned, forecast=forecast, charges=charges, seconds=seconds)
+
+
+def prepare_probe(
+    run: ClusterRun, config: PlanOptions, planned: PlannedJob, limits: Limits
+) -> tuple[str, float | None, bool]:
+    """Return the mark of the probe on the planned nodes, the node-seconds that the limits leave for it (None: any), and
+    whether it is still to be run. Raise `dagster.Failure` where no probe fits into what is left."""
+    count, jobs_uri = planned.node_count, run.project.jobs_uri
+    mark = planned.pace + hardware_mark(run.cluster, planned.price.sku)
+    job_id = probe_id(mark, count)
+    charges = unpaid_charges(run.manager, jobs_uri, [job_id])
+    left = left_node_seconds(limits, config.stop_at_usd, charges, planned.price, planned.tier, count)
+    is_due = not has_succeeded(RunDir(f"{jobs_uri}/{job_id}"))
+    if is_due and left is not None and left < LEAST_SECONDS.low * count:
+        said = (
+            f"budget_usd, stop_at_usd or deadline_hours leave {left:.1f} node-seconds for its probe, which takes "
+            f"{LEAST_SECONDS.low:g} s of each node at least"
+        )
+        raise run.refuse_plan(nodes_of(planned), said)
+    return mark, left, is_due

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobState
 from dtrain_dagster.costs.estimate import (
-    CONFIDENCE_90,
     PRIOR_SPREAD,
     Basis,
     Forecast,
@@ -42,7 +41,6 @@ from dtrain_dagster.monitoring.windows import COMMUNICATION_SEGMENTS, settled, s
 from dtrain_dagster.planning.build_plan import Limits, PlannedJob, pace_mark
 from dtrain_dagster.planning.scoring import MOST_RUNS, PRIOR_RUNS, Score, learn
 from dtrain_dagster.settings.cluster_kinds import Tier
-from dtrain_dagster.support.formatting import dollars, format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from trainer.config import JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, PhaseEvent, StepEvent, TimingEvent, read_events
@@ -74,10 +72,6 @@ TRACKING_SHARE = 0.8
 imports. A probe is tracked nowhere."""
 PAID_BY = "paid_by.json"
 """File of a probe's run directory: the job that pays for it. The first training that rests on it does, and no other."""
-GUESSED_SECONDS = 7.0
-"""Seconds of a probe whose ranks have a core each, where nothing better is known: a guess."""
-PAST_SPREAD, GUESS_SPREAD = 0.35, 0.75
-"""Standard deviation of the logarithm of a probe's time, with probes of other trainings and without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,24 +111,11 @@ class PastRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PastProbe:
-    """A probe that has run: on what, and for how long."""
-
-    job_id: str
-    sku: str
-    node_count: int
-    processes_per_node: int
-    seconds: float
-    """Wall seconds in which a node of it was paid."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class History:
     """What an instance knows that bears on one training."""
 
     runs: tuple[PastRun, ...]
     scores: tuple[Score, ...]
-    probes: tuple[PastProbe, ...] = ()
 
     @classmethod
     def read(
@@ -145,12 +126,9 @@ class History:
         keeps_cache: bool,
         names: GraphNames = STOCK_NAMES,
     ) -> History:
-        """Return the records of past runs of this pace, and of all estimates and probes of the graph."""
-        return cls(
-            runs=tuple(past_runs(instance, pace, sku, keeps_cache, names)),
-            scores=tuple(past_scores(instance, names)),
-            probes=tuple(past_probes(instance, names)),
-        )
+        """Return the records of past runs of this pace, and of all estimates of the graph."""
+        runs = past_runs(instance, pace, sku, keeps_cache, names)
+        return cls(runs=tuple(runs), scores=tuple(past_scores(instance, names)))
 
     def learned(self, basis: Basis, sku: str) -> LearnedCorrection:
         return learn(self.scores, basis, sku)
@@ -368,16 +346,6 @@ def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
         return f"its cost_breakdown lacks something, like one of an older version ({error!r}): materialize it again"
 
 
-def past_probes(instance: dg.DagsterInstance, names: GraphNames = STOCK_NAMES) -> list[PastProbe]:
-    """Return the probes of any training that plans of this instance rested on, the newest first."""
-    found: dict[str, PastProbe] = {}
-    for _, _, said in _materializations(instance, names.key("cost_estimate")):
-        for item in said.get("probes") or ():
-            with suppress(KeyError, TypeError):
-                found.setdefault(item["job_id"], PastProbe(**item))
-    return list(found.values())
-
-
 def from_history(
     runs: Sequence[PastRun], sizes: Sizes, node_count: int, sku: str, learned: LearnedCorrection
 ) -> Forecast | None:
@@ -526,59 +494,16 @@ def has_succeeded(rundir: RunDir) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedProbe:
-    """The expected cost of a plan's probe, before it is bought."""
-
-    seconds: Interval
-    usd: Interval
-    basis: str
-
-    def __str__(self) -> str:
-        return f"{self.usd.told(dollars)} and {self.seconds.told(format_duration)}, from {self.basis}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
     """The pace of a planned training, and what it cost to learn it."""
 
     planned: PlannedJob
     """The plan on the nodes that are available, which may be others than those asked for."""
     forecast: Forecast
-    expected: ExpectedProbe | None = None
-    """The expected cost of the probes before they ran; None where none had to be run."""
     charges: tuple[ProbeCharge, ...] = ()
     """The probes that the forecast rests on and that no training has paid for, run now or before."""
     seconds: float = 0.0
     """Wall seconds of the probes that were run now."""
-
-
-def explain_dear_probe(probe: ExpectedProbe, limits: Limits, stop_at_usd: float) -> str | None:
-    """Return in words why not even the plan's probe fits its limits; None where it does, as expected."""
-    caps = {"budget_usd": limits.budget_usd, "stop_at_usd": stop_at_usd}
-    said = [f"{name} is {dollars(limit)}" for name, limit in caps.items() if 0 < limit < probe.usd.expected]
-    if 0 < limits.deadline_hours * 3600 < probe.seconds.expected:
-        said.append(f"deadline_hours is {limits.deadline_hours:g}")
-    return f"the probe alone would take {probe}, and {' and '.join(said)}" if said else None
-
-
-def expect_probe(
-    past: Sequence[PastProbe], node_count: int, sizes: Sizes, price: SkuPrice, tier: Tier
-) -> ExpectedProbe:
-    """Return the expected cost of a probe on so many nodes. Pure.
-
-    It rests on past probes on this SKU, of any training, by how many ranks share a core. Without any it is a guess, and
-    its interval says so. Raise `PriceError` for nodes without a price.
-    """
-    alike = [item for item in past if item.sku == price.sku and item.processes_per_node == sizes.processes_per_node]
-    took = [item.seconds / sizes.crowding(item.node_count) for item in alike] or [GUESSED_SECONDS]
-    expected = statistics.median(took) * sizes.crowding(node_count)
-    factor = math.exp(CONFIDENCE_90 * (PAST_SPREAD if alike else GUESS_SPREAD))
-    seconds = Interval(low=expected / factor, expected=expected, high=expected * factor)
-    return ExpectedProbe(
-        seconds=seconds,
-        usd=seconds.scaled(node_count / 3600 * price.usd_per_hour(tier)),
-        basis=f"{len(alike)} past probe(s) on {price.sku}" if alike else "no past probe: a guess",
-    )
 
 
 def unpaid_charges(manager: GPUClusterManager, jobs_uri: str, job_ids: Sequence[str]) -> tuple[ProbeCharge, ...]:
@@ -614,7 +539,11 @@ def take_charges(jobs_uri: str, charges: Sequence[ProbeCharge], job_id: str) -> 
     return tuple(mine)
 
 
-def left_node_seconds(limit_usd: float, charges: Sequence[ProbeCharge], price: SkuPrice, tier: Tier) -> float | None:
-    """Return the node-seconds that the limit leaves for a probe after these charges; None without a limit. Pure."""
-    left_usd = max(0.0, limit_usd - bill_charges(charges, tier).total_usd)
-    return left_usd / price.usd_per_hour(tier) * 3600 if limit_usd else None
+def left_node_seconds(
+    limits: Limits, stop_at_usd: float, charges: Sequence[ProbeCharge], price: SkuPrice, tier: Tier, node_count: int
+) -> float | None:
+    """Return the node-seconds that the limits leave for a probe after these charges; None without a limit. Pure."""
+    paid, per_second = bill_charges(charges, tier).total_usd, price.usd_per_hour(tier) / 3600
+    left = [max(0.0, usd - paid) / per_second for usd in (limits.budget_usd, stop_at_usd) if usd]
+    left += [3600 * limits.deadline_hours * node_count] if limits.deadline_hours else []
+    return min(left, default=None)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.assets.training import with_probes
-from dtrain_dagster.costs.estimate import Sizes
 from dtrain_dagster.costs.ledger import ledger
 from dtrain_dagster.costs.plan import PLAN, ProbeCharge
 from dtrain_dagster.costs.prices import price_of
@@ -20,10 +19,6 @@ from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.planning.build_plan import Limits, explain_excess
 from dtrain_dagster.planning.evidence import (
-    ExpectedProbe,
-    PastProbe,
-    expect_probe,
-    explain_dear_probe,
     left_node_seconds,
     payer_of,
     take_charges,
@@ -33,51 +28,13 @@ from tests.dtrain_dagster.assets.test_plan_limits import plan
 from trainer.rundir import RunDir
 
 V100 = price_of("Standard_NC6s_v3")
-SIZES = Sizes(
-    train_samples=9_000, valid_samples=900, test_samples=900, batch_size_per_rank=64, micro_batches_per_rank=1,
-    processes_per_node=1, epochs=3, max_steps=None, eval_frequency=None, checkpoint_frequency=100, cores=2,
-)  # fmt: skip
-
-
-def past(count: int, seconds: float, sku: str = V100.sku) -> PastProbe:
-    return PastProbe(job_id=f"p-{count}-{seconds}", sku=sku, node_count=count, processes_per_node=1, seconds=seconds)
+SECOND = V100.usd_per_hour("dedicated") / 3600
+"""Dollars of a node-second."""
 
 
 def charge(job_id: str = "probe-a-2n", began: float = 1000.0) -> ProbeCharge:
     stays = [NodeUsage(node_id=node, sku=V100.sku, started_at=began, ended_at=began + 30) for node in (0, 1)]
     return ProbeCharge(job_id=job_id, usage=tuple(stays))
-
-
-def expected(nodes: int, *probes: PastProbe) -> ExpectedProbe:
-    return expect_probe(probes, nodes, SIZES, V100, "dedicated")
-
-
-def test_an_expected_probe_rests_on_probes_of_other_trainings_or_says_that_it_is_a_guess():
-    guess, known = expected(3), expected(3, past(3, 20.0), past(3, 24.0), past(1, 60.0))
-    assert "a guess" in guess.basis
-    assert known.seconds.expected == 24.0
-    assert known.usd.expected == pytest.approx(24.0 * 3 / 3600 * 3.06)
-    assert guess.usd.high / guess.usd.low > known.usd.high / known.usd.low > 2
-    assert expected(1, past(3, 30.0)).seconds.expected == pytest.approx(20.0), "three ranks shared two cores"
-    assert "a guess" in expected(3, past(3, 20.0, "Standard_NC4as_T4_v3")).basis, "of another SKU"
-
-
-@pytest.mark.parametrize(
-    ("limits", "stop_at_usd", "word"),
-    [
-        (Limits(), 0.0, None),
-        (Limits(budget_usd=0.02, deadline_hours=0.01), 0.02, None),
-        (Limits(budget_usd=0.01), 0.0, "budget_usd is $0.0100"),
-        (Limits(), 0.01, "stop_at_usd is $0.0100"),
-        (Limits(deadline_hours=0.001), 0.0, "deadline_hours is 0.001"),
-    ],
-)
-def test_a_probe_that_does_not_fit_the_limits_is_refused_before_it_runs(
-    limits: Limits, stop_at_usd: float, word: str | None
-):
-    said = explain_dear_probe(expected(1, past(1, 20.0)), limits, stop_at_usd)
-    assert (said is None) is (word is None)
-    assert word is None or word in str(said)
 
 
 def test_a_probe_counts_against_the_limits_of_its_training():
@@ -90,12 +47,23 @@ def test_a_probe_counts_against_the_limits_of_its_training():
     assert explain_excess(estimate, replace(took, spent_seconds=30.0)) is None
 
 
-def test_the_limits_leave_a_probe_what_earlier_ones_have_not_taken():
-    assert left_node_seconds(0.0, [charge()], V100, "dedicated") is None
-    limit = 100.0 / 3600 * 3.06
-    assert left_node_seconds(limit, [], V100, "dedicated") == pytest.approx(100.0)
-    assert left_node_seconds(limit, [charge()], V100, "dedicated") == pytest.approx(40.0)
-    assert left_node_seconds(limit, [charge(), charge("other", 2000.0)], V100, "dedicated") == 0.0
+@pytest.mark.parametrize(
+    ("limits", "stop_at", "charges", "left"),
+    [
+        (Limits(), 0.0, [charge()], None),
+        (Limits(), 100.0, [], 100.0),
+        (Limits(budget_usd=100.0 * SECOND), 200.0, [], 100.0),
+        (Limits(budget_usd=200.0 * SECOND), 100.0, [charge()], 40.0),
+        (Limits(), 100.0, [charge(), charge("other", 2000.0)], 0.0),
+        (Limits(deadline_hours=0.01), 100.0, [], 72.0),  # of two nodes
+    ],
+)
+def test_the_limits_leave_a_probe_what_earlier_ones_have_not_taken(
+    limits: Limits, stop_at: float, charges: list[ProbeCharge], left: float | None
+):
+    """``stop_at``: in node-seconds."""
+    found = left_node_seconds(limits, stop_at * SECOND, charges, V100, "dedicated", 2)
+    assert found == (None if left is None else pytest.approx(left))
 
 
 def test_of_trainings_that_rest_on_a_probe_one_pays(tmp_path: Path):
