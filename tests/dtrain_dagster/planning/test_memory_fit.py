@@ -127,7 +127,8 @@ def test_a_plan_compares_no_nodes_that_are_too_small() -> None:
         )  # fmt: skip
 
     table = table_of([T4, A100], [1, 2, 3])
-    assert {(row.price.sku, row.node_count) for row in table.rows} == {(T4, 2), (T4, 3), (A100, 1), (A100, 2), (A100, 3)}
+    found = {(row.price.sku, row.node_count) for row in table.rows}
+    assert found == {(T4, 2), (T4, 3), (A100, 1), (A100, 2), (A100, 3)}
     assert not table_of([T4], [1]).rows
     with pytest.raises(ConfigError, match="the model does not fit"):
         memory_of(planned, Checked((), replace(MODEL, parameters=40 * GIB, trained=40 * GIB)))
