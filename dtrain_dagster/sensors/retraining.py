@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
+from typing import Any
 
 import dagster as dg
 
 from dtrain_dagster.automation.capacity_queue import WaitingList
 from dtrain_dagster.automation.retraining import (
     CAUSE_TAG,
+    DAY,
+    STALE_DAYS,
     TRAIN_JOB,
     ask,
     budget_words,
     new_data,
-    newest_prices,
-    prices_of,
-    read_watch,
-    registrations,
-    seen,
     staleness,
-    trained_dataset,
-    unreadable,
+    trained_prices,
     weekly,
 )
 from dtrain_dagster.clusters.base import JobState
@@ -36,14 +32,13 @@ from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration
 from dtrain_dagster.support.graph_names import STOCK_NAMES, GraphNames
 from dtrain_dagster.support.notify import notify_and_log
+from dtrain_dagster.support.page_entries import read_entries
 from dtrain_dagster.support.secrets import redact
 from trainer.errors import DamagedError
 from trainer.rundir import STATUS, RunDir
 
 WEEKLY, TIMEZONE = "0 6 * * 6", "America/New_York"
 """Saturday at six, when the week's prices are there."""
-STALE_DAYS = 30.0
-"""The age at which a champion, or its data, is stale."""
 QUIET_SECONDS = 600.0
 """How long a changed file has to stay unchanged: it may still be written."""
 
@@ -76,6 +71,7 @@ def build_new_data_sensor(
 ) -> dg.SensorDefinition:
     """Return the sensor that retrains on changed prices. ``prices``: where they are (None: DTRAIN_PRICES)."""
     watched, whose = prices or settings.prices, "its prices" if prices else "DTRAIN_PRICES"
+    budget_usd = settings.retrain_budget_usd
 
     @dg.sensor(
         name=names.unique("new_data"),
@@ -85,57 +81,52 @@ def build_new_data_sensor(
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
         description=(
             f"Retrains when the file of {whose} differs from what the latest training used, and has not changed for "
-            f"{format_duration(QUIET_SECONDS)}. " + budget_words(settings.retrain_budget_usd)
+            f"{format_duration(QUIET_SECONDS)}. " + budget_words(budget_usd)
         ),
     )
     def new_data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        project = project_resource(context, names)
         source = price_source(watched)
         if not isinstance(source, PriceFile):
             return dg.SensorResult(skip_reason=f"{watched!r} is not a file of your own: it is not watched")
-        now, watch = time.time(), read_watch(context.cursor)
-
-        def skip(why: str) -> dg.SensorResult:
-            return dg.SensorResult(skip_reason=redact(why), cursor=json.dumps(asdict(watch)))
-
-        try:
-            watch = seen(watch, source.version(), now)
-            if now - watch.since < QUIET_SECONDS:
-                rest = format_duration(watch.since + QUIET_SECONDS - now)
-                return skip(f"{watched} is read once it has not changed for another {rest}")
-            if not watch.digest:
-                digest = source.digest()
-                if source.version() != watch.version:
-                    return skip(f"{watched} was written while it was read")
-                watch = replace(watch, digest=digest)
-        except Exception as error:  # a file system's own errors, of any kind
-            watch = unreadable(watch, now)
-            problem = redact(f"{watched} cannot be read: {error or type(error).__name__}")
-            if now - watch.unreadable_since >= QUIET_SECONDS and not watch.told:  # it may be about to be replaced
-                context.log.warning(problem)
-                remedy = "DTRAIN_PRICES names the file; once it can be read again, it is watched as before"
-                notify_and_log(
-                    project.notify_urls(), "dtrain: the prices cannot be read", f"{problem}\n{remedy}", context.log
-                )
-                watch = replace(watch, told=True)
-            return skip(problem)
-        watch = replace(watch, unreadable_since=0.0, told=False)
-        dataset_id = trained_dataset(context.instance, names)
-        trained_on = prices_of(project.shared_uri, dataset_id) if dataset_id else None
-        if trained_on is None:
-            return skip("nothing was trained yet that could be trained again: materialize the graph by hand first")
-        if trained_on.sha256 == watch.digest:
-            return skip(f"{watched} is what the latest training had")
-        asked = ask(context, new_data(watch.digest), settings.retrain_budget_usd, names)
-        if isinstance(asked, dg.SkipReason):
-            return skip(asked.skip_message or "")
-        return dg.SensorResult(run_requests=[asked], cursor=json.dumps(asdict(watch)))
+        known, why = look(source, json.loads(context.cursor or "{}"), time.time())
+        trained_on = trained_prices(context.instance, project_resource(context, names).shared_uri, names)
+        if not why and trained_on is None:
+            why = "nothing was trained yet that could be trained again: materialize the graph by hand first"
+        elif not why and trained_on == known["digest"]:
+            why = f"{watched} is what the latest training had"
+        asked = dg.SkipReason(redact(why)) if why else ask(context, new_data(known["digest"]), budget_usd, names)
+        return dg.SensorResult(
+            run_requests=[asked] if isinstance(asked, dg.RunRequest) else [],
+            skip_reason=asked if isinstance(asked, dg.SkipReason) else None,
+            cursor=json.dumps(known),
+        )
 
     return new_data_sensor
 
 
+def look(source: PriceFile, known: dict[str, Any], now: float) -> tuple[dict[str, Any], str]:
+    """Return what is known of a file after one more look, and why its ``digest`` is not known yet, "" where it is.
+
+    ``known``, from the last look: the file's ``version``, ``since`` when it has had it, and the ``digest`` of that.
+    """
+    try:
+        version = source.version()
+        if version != known.get("version"):
+            known = {"version": version, "since": now, "digest": ""}
+        if (rest := known["since"] + QUIET_SECONDS - now) > 0:
+            return known, f"{source.address} is read once it has not changed for another {format_duration(rest)}"
+        if not known["digest"]:
+            digest = source.digest()
+            if source.version() != version:
+                return known, f"{source.address} was written while it was read"
+            known = {**known, "digest": digest}
+    except Exception as error:  # a file system's own errors, of any kind; what was known stays
+        return known, f"{source.address} cannot be read: {error or type(error).__name__}"
+    return known, ""
+
+
 def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) -> dg.SensorDefinition:
-    """Return the sensor that asks for a retraining when the champion is stale."""
+    """Return the sensor that asks for a retraining when the last model is stale."""
 
     @dg.sensor(
         name=names.unique("staleness"),
@@ -143,31 +134,18 @@ def build_staleness_sensor(settings: Settings, names: GraphNames = STOCK_NAMES) 
         required_resource_keys=names.resources,
         minimum_interval_seconds=600,
         default_status=dg.DefaultSensorStatus.STOPPED,  # retraining spends money: a person switches it on
-        description=(
-            f"Retrains when nothing was trained for {STALE_DAYS:g} days, or when the newest prices end {STALE_DAYS:g} "
-            "days after those of the latest training. " + budget_words(settings.retrain_budget_usd)
-        ),
+        description=f"Retrains when no model was registered for {STALE_DAYS:g} days. "
+        + budget_words(settings.retrain_budget_usd),
     )
     def staleness_sensor(context: dg.SensorEvaluationContext) -> dg.RunRequest | dg.SkipReason:
-        project = project_resource(context, names)
-        champion, latest = registrations(context.instance, names)
-        found = staleness(
-            champion,
-            latest,
-            prices_of(project.shared_uri, latest.dataset_id) if latest and latest.dataset_id else None,
-            newest_prices(context.instance, names),
-            time.time(),
-            STALE_DAYS,
-        )
-        if isinstance(found, str):
-            return dg.SkipReason(found)
-        why = []
-        for cause in found:  # a cause that had its run does not hide the others
-            asked = ask(context, cause, settings.retrain_budget_usd, names)
-            if isinstance(asked, dg.RunRequest):
-                return asked
-            why.append(asked.skip_message or "")
-        return dg.SkipReason("\n".join(why))
+        event = context.instance.get_latest_materialization_event(names.key("registered_model"))
+        if event is None or event.asset_materialization is None:
+            return dg.SkipReason("no model was registered yet: nothing can be stale")
+        version, now = read_entries(event.asset_materialization.metadata).get("version"), time.time()
+        if cause := staleness(str(version), event.timestamp, now):
+            return ask(context, cause, settings.retrain_budget_usd, names)
+        rest = format_duration(event.timestamp + STALE_DAYS * DAY - now)
+        return dg.SkipReason(f"version {version} was registered last: not stale before {rest} have passed")
 
     return staleness_sensor
 

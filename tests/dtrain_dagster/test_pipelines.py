@@ -9,7 +9,7 @@ import pytest
 
 from dtrain_dagster.assets.pipeline import Pipeline
 from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
-from dtrain_dagster.automation.retraining import RetrainingCause, ask
+from dtrain_dagster.automation.retraining import ask
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.definitions import build_defs
@@ -181,14 +181,14 @@ def test_of_graphs_on_one_cluster_one_sensor_acts_and_reports_for_all(location: 
 
 
 def test_one_cause_starts_a_retraining_of_each_graph(tmp_path: Path) -> None:
-    settings, cause = Settings(home=tmp_path), RetrainingCause("weekly-1", "it is time")
+    settings = Settings(home=tmp_path)
     graphs = [GraphNames(name) for name in ("", "one", "two")]
     resources = {key: made for names in graphs for key, made in build_resources(settings, names).items()}
     with (
         dg.DagsterInstance.ephemeral() as instance,
         dg.build_sensor_context(instance=instance, resources=resources) as context,
     ):
-        asked = [ask(context, cause, 2.5, names) for names in graphs]
+        asked = [ask(context, "weekly-1", 2.5, names) for names in graphs]
     assert [request.run_key for request in asked if isinstance(request, dg.RunRequest)] == [
         "weekly-1", "one-weekly-1", "two-weekly-1",
     ]  # fmt: skip
