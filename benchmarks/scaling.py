@@ -183,7 +183,7 @@ def train_on(nodes: int, name: str, options: argparse.Namespace, more: Mapping[s
     command = [str(Path(sys.executable).parent / "dtrain"), "train", "--dataset", options.dataset]
     command += ["--nodes", str(nodes), "--name", name, *options.train_options]
     command += [word for item in own for word in ("--set", item)]
-    environment = {**os.environ, "DTRAIN_COMMAND_TRACKING": "off"}
+    environment = {**os.environ, "DTRAIN_OPTIONS": "command_tracking=off"}
     done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} failed with exit code {done.returncode}")

@@ -101,7 +101,9 @@ def settings_page() -> str:
         "These variables describe the environment: the cluster, the storage, the registry, the prices. What changes "
         "from run to run is set in the [launchpad](launchpad.md) or with `--set` ([job.json](job.md)).\n\n"
         "A value that is set and cannot be used is an error at the start. A name that nothing reads is warned of, "
-        "with the name that was probably meant. Settings are stored with everything that is made, so a value that "
+        "with the name that was probably meant. Those that few people need share a variable, which takes words "
+        "`name=value`, quoted as a shell does: `DTRAIN_OPTIONS=\"calendar=none preflight='quick: /opt/check'\"`. "
+        "Settings are stored with everything that is made, so a value that "
         "contains a password, key, signature or the token of a web hook is refused. Give `env:NAME` or "
         "`keyvault://vault/secret` instead: it is resolved where it is used. The path of the home may contain any "
         "character but `?`, `%` and control characters, which addresses of SQLite databases cannot hold.\n"
@@ -131,7 +133,7 @@ def settings_page() -> str:
 def plain_variables() -> list[tuple[str, str, dict[str, tuple[str, str]]]]:
     """Return variables that no class of settings has, by group: title, remark, and name → meaning and default."""
     remark = (
-        "Set them where you start the training, or on a node: on SLURM in a line of `DTRAIN_SLURM_SETUP`, on Ray in "
+        "Set them where you start the training, or on a node: on SLURM by `setup` in `DTRAIN_SLURM_OPTIONS`, on Ray in "
         "the environment of `ray start`."
     )
     of_nodes = {name: (told.meaning, told.default) for name, told in OF_NODES.items()}

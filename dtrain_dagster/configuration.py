@@ -39,12 +39,11 @@ def allowed_modules() -> dict[str, str]:
     return {VARIABLE: value} if value else {}
 
 
-def grace_periods() -> dict[str, str]:
-    """Return the variables that say for how long a node's processes may go on when they have to end, where they are
-    set: nodes elsewhere do not inherit this process's environment."""
-    from trainer.node.environment import PEER_GRACE, STOP_GRACE
-
-    return {name: os.environ[name] for name, _ in (STOP_GRACE, PEER_GRACE) if os.environ.get(name)}
+def grace_period() -> dict[str, str]:
+    """Return the variable that says for how long a node's processes may go on when they have to end, where it is set:
+    nodes elsewhere do not inherit this process's environment."""
+    name = "DTRAIN_STOP_GRACE_SECONDS"
+    return {name: os.environ[name]} if os.environ.get(name) else {}
 
 
 class ProjectConfiguration(BaseModel):
@@ -174,7 +173,7 @@ class ClusterConfiguration(BaseModel):
         """Return the trainer's environment on the nodes, besides the variables that the kind of cluster adds."""
         if self.traits.is_this_machine:
             return project.trainer_env()
-        return {"DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or NODE_CACHE, **allowed_modules(), **grace_periods()}
+        return {"DTRAIN_CACHE": os.environ.get("DTRAIN_CACHE") or NODE_CACHE, **allowed_modules(), **grace_period()}
 
     def registry(self, project: ProjectConfiguration, run_id: str | None = None) -> Registry:
         """Return the registry of models and metrics: on Azure ML the workspace, unless DTRAIN_MLFLOW_TRACKING_URI is
@@ -215,7 +214,7 @@ class ClusterConfiguration(BaseModel):
                 price_of(choice.sku).figure(tier_of(choice.tier))
             except PriceError as error:
                 raise PriceError(
-                    f"{choice} may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_TIER): {error}"
+                    f"{choice} may be bought (DTRAIN_GPU_TYPE, DTRAIN_TIER, chain in DTRAIN_AZURE_OPTIONS): {error}"
                 ) from None
         return options
 

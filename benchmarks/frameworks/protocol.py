@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 
-ADDRESS = "DTRAIN_BENCHMARK_TURNS"
+ADDRESS = "BENCHMARK_TURNS"
 """Environment variable: the socket at which the benchmark listens."""
 
 

@@ -181,7 +181,7 @@ class ClusterRun:
             description=(
                 f"no capacity: {error}\nThis run waits in the queue at position {position} (ticket {ticket.ticket}). "
                 f"The sensor `queue` tries again in {pause} and says when it starts; it gives up after "
-                f"{format_duration(ticket.deadline_at - now)} (DTRAIN_QUEUE_DEADLINE_HOURS)."
+                f"{format_duration(ticket.deadline_at - now)} (queue_deadline_hours in DTRAIN_OPTIONS)."
             ),
             metadata={
                 "ticket": ticket.ticket,

@@ -76,8 +76,8 @@ def fleet(file: str, check: bool) -> None:
     Ctrl-C leaves the jobs running, each up to the dollars that it was promised; the same command goes on with them,
     also after a crash. `dtrain status`, `cancel` and `cost` take the name of the fleet.
 
-    Each job is a run of MLflow, below a run of the fleet (`dtrain ui mlflow`). DTRAIN_COMMAND_TRACKING=off keeps a
-    start of the fleet out of it, `set: {tracking.mlflow_tracking_uri: null}` a job.
+    Each job is a run of MLflow, below a run of the fleet (`dtrain ui mlflow`). DTRAIN_OPTIONS=command_tracking=off
+    keeps a start of the fleet out of it, `set: {tracking.mlflow_tracking_uri: null}` a job.
 
     \b
     Examples:

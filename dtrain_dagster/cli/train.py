@@ -221,7 +221,7 @@ def train(
     --detach, the same --name does that once the job has succeeded.
 
     The training is recorded in MLflow (`dtrain ui mlflow`), a continued one in the run in which it began. With
-    DTRAIN_COMMAND_TRACKING=off or --set tracking.mlflow_tracking_uri=null this start is not recorded.
+    DTRAIN_OPTIONS=command_tracking=off or --set tracking.mlflow_tracking_uri=null this start is not recorded.
 
     With --dry-run, what would be submitted is printed as it would be: commands and batch scripts, manifests, the
     description of computes and jobs; secrets are struck out. The exit code is 2 where the start would be refused.

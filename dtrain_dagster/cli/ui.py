@@ -18,7 +18,7 @@ from dtrain_dagster.dashboard.job_facts import places_of
 from dtrain_dagster.dashboard.log_pages import ClusterLogs, LogFiles, LogSource
 from dtrain_dagster.dashboard.orders import OrderDesk
 from dtrain_dagster.dashboard.server import build_app
-from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.environment import Settings, suggest_option
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.secrets import resolve
 from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
@@ -29,8 +29,8 @@ from trainer.rundir import LOGS
 HOST = "127.0.0.1"
 PORTS = {"dagster": 3000, "jobs": 8060, "mlflow": 5000}
 """The pages, and their usual ports."""
-ADDRESSES = {"jobs": "DTRAIN_DASHBOARD_URL", "mlflow": "DTRAIN_MLFLOW_URL"}
-"""The pages that --all serves as well, and the variables that tell their addresses."""
+ADDRESSES = {"jobs": "dashboard_url", "mlflow": "mlflow_url"}
+"""The pages that --all serves as well, and the settings that tell their addresses."""
 OWN = {"dagster": {"users", "workspace", "serves_all"}, "jobs": {"host", "read_only"}, "mlflow": {"users"}}
 """The options of each page besides those of all."""
 
@@ -136,10 +136,10 @@ def _serve_dagster(
     allowed = user_ids(users)
     with listening(HOST, port) as bound, ExitStack() as stack:
         if settings.dagster_url == Settings.model_fields["dagster_url"].default:
-            os.environ["DTRAIN_DAGSTER_URL"] = address(bound)
-        for page, variable in ADDRESSES.items() if serves_all else ():
+            suggest_option("dagster_url", address(bound))
+        for page, setting in ADDRESSES.items() if serves_all else ():
             if page != "mlflow" or _has_database(settings):
-                stack.enter_context(_served_beside(page, PORTS[page], variable))
+                stack.enter_context(_served_beside(page, PORTS[page], setting))
         try:
             code = run_ui(workspace, bound, names, allowed)
         except KeyboardInterrupt:
@@ -153,8 +153,8 @@ def _has_database(settings: Settings) -> bool:
 
 
 @contextmanager
-def _served_beside(page: str, usual: int, variable: str) -> Iterator[None]:
-    """Serve a page in a process that ends with the block. ``usual``: its port, unless that is taken; ``variable``: the
+def _served_beside(page: str, usual: int, setting: str) -> Iterator[None]:
+    """Serve a page in a process that ends with the block. ``usual``: its port, unless that is taken; ``setting``: the
     one that tells its address to whoever makes links."""
     try:
         bound = listener(HOST, usual)
@@ -162,7 +162,7 @@ def _served_beside(page: str, usual: int, variable: str) -> Iterator[None]:
         bound = listener(HOST, 0)
     with bound:  # until here nobody else takes it
         url, port = address(bound), bound.getsockname()[1]
-    os.environ.setdefault(variable, url)
+    suggest_option(setting, url)
     program = f"{LEAVE_WITH_PARENT}from dtrain_dagster.cli.main import main\nmain(sys.argv[1:])"
     with running(program, "ui", page, "--port", str(port)):
         yield

@@ -119,7 +119,7 @@ def explain_giving_up(
         }
         return (
             f"{reason}: {'; '.join(failed)}. Repair these machines, have the cluster leave them out, or set "
-            f"DTRAIN_PREFLIGHT=off where a check is wrong. {how_to_go_on(rundir, job_id)}"
+            f"preflight=off in DTRAIN_OPTIONS where a check is wrong. {how_to_go_on(rundir, job_id)}"
         )
     how = "; ".join(f"node {end.node_id}: {describe_exit(end.code)}" for end in ends)
     message = f"{reason} ({how}). {how_to_go_on(rundir, job_id)}"

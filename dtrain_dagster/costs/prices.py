@@ -5,8 +5,8 @@ writes (`dtrain_dagster.costs.retail`). Of two figures for the same thing the ne
 ``sources`` (key → how, recorded_on, source) and ``prices`` (region → SKU → tier → [US dollars per hour, source]).
 The hardware of a SKU stands in the package's table alone.
 
-A site that charges for node-hours has a table of its own (``DTRAIN_SLURM_PRICES``). ``SKU@PARTITION`` names nodes of
-one of its partitions: they cost what the site says, and count as that SKU in all else.
+A site that charges for node-hours has a table of its own (``prices`` in ``DTRAIN_SLURM_OPTIONS``). ``SKU@PARTITION``
+names nodes of one of its partitions: they cost what the site says, and count as that SKU in all else.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def price_of(sku: str, region: str | None = None) -> SkuPrice:
             f"`{refresh_command(region, sku)}`, or set DTRAIN_REGION to the region of the nodes"
         )
     raise PriceError(
-        f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN): "
-        f"{', '.join(skus())}"
+        f"no price is known for SKU {sku!r} in {region}. Use one of these (DTRAIN_GPU_TYPE, chain in "
+        f"DTRAIN_AZURE_OPTIONS): {', '.join(skus())}"
     )
 
 
@@ -257,7 +257,7 @@ def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
     path = site_prices_path()
     if path is None:
         raise PriceError(
-            f"the price of partition {partition!r} is not known: set DTRAIN_SLURM_PRICES to the site's table"
+            f"the price of partition {partition!r} is not known: set prices in DTRAIN_SLURM_OPTIONS to the site's table"
         )
     try:
         day = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
@@ -267,10 +267,10 @@ def _price_of_site(hardware: SkuPrice, partition: str) -> SkuPrice:
     if partition not in prices:
         known = ", ".join(prices) or "none"
         raise PriceError(
-            f"DTRAIN_SLURM_PRICES={path} has no price of partition {partition!r}, only of {known}: add it there, or "
-            "unset DTRAIN_SLURM_PRICES to have the list price of DTRAIN_GPU_TYPE stand in"
+            f"DTRAIN_SLURM_OPTIONS: prices={path} has no price of partition {partition!r}, only of {known}: add it "
+            "there, or leave prices out to have the list price of DTRAIN_GPU_TYPE stand in"
         )
-    figure = Figure(usd_per_hour=prices[partition], recorded_on=day, how="read", source="DTRAIN_SLURM_PRICES")
+    figure = Figure(usd_per_hour=prices[partition], recorded_on=day, how="read", source="the site's table")
     name = f"{hardware.sku.partition(_AT)[0]}{_AT}{partition}"
     figures = dict.fromkeys(TIERS, figure)
     return replace(hardware, sku=name, figures=figures, low_priority_capable=True, retired_on=None)

@@ -130,7 +130,7 @@ class RayEngine(DataEngine):
                 import ray
             except ImportError as error:
                 raise DataEngineError(
-                    f"DTRAIN_DATA_ENGINE=ray: Ray cannot be imported ({error}): install dtrain with its extra `ray`"
+                    f"data_engine=ray: Ray cannot be imported ({error}): install dtrain with its extra `ray`"
                 ) from None
             if not ray.is_initialized():
                 try:
@@ -140,7 +140,7 @@ class RayEngine(DataEngine):
                     ray.init(address=self.address, namespace="dtrain", log_to_driver=False, logging_level=logging.ERROR)
                 except Exception as error:  # of any kind: Ray says with a bare one that it did not answer in time
                     raise DataEngineError(
-                        f"DTRAIN_DATA_ENGINE=ray: no Ray answers at DTRAIN_RAY_ADDRESS={self.address}: "
+                        f"data_engine=ray: no Ray answers at DTRAIN_RAY_ADDRESS={self.address}: "
                         f"{_first_line(error)}; this machine must be a node of the cluster: `ray start --head` makes "
                         "one here, `ray start --address=…` joins one"
                     ) from error
@@ -214,7 +214,7 @@ def _told_plainly(ray: Any) -> Iterator[None]:
         if isinstance(cause, full) or "OutOfDiskError" in str(error) or "ObjectStoreFullError" in str(error):
             raise OSError(f"no room for what Ray spills on its machines: {_first_line(cause or error)}") from error
         if cause is None or isinstance(cause, found.RayError):
-            raise DataEngineError(f"DTRAIN_DATA_ENGINE=ray: {_first_line(cause or error)}") from error
+            raise DataEngineError(f"data_engine=ray: {_first_line(cause or error)}") from error
         raise cause from error
 
 

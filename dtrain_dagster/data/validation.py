@@ -133,10 +133,11 @@ def _sessions(calendar: str, first: str, last: str) -> NDArray[np.datetime64]:
             sessions = xc.get_calendar(calendar, start=first, end=str(end + 1)).sessions
     except xc.errors.InvalidCalendarName as error:
         raise DataError(
-            f"DTRAIN_CALENDAR={calendar!r} is not an exchange calendar: use a code such as XNYS or XLON, or none"
+            f"calendar={calendar!r} (DTRAIN_OPTIONS) is not an exchange calendar: use a code such as XNYS or "
+            "XLON, or none"
         ) from error
     except ValueError as error:
-        raise DataError(f"DTRAIN_CALENDAR={calendar!r} does not cover {first} to {last}: {error}") from error
+        raise DataError(f"calendar={calendar!r} (DTRAIN_OPTIONS) does not cover {first} to {last}: {error}") from error
     days = np.asarray(sessions.values, dtype="datetime64[D]")
     days = days[days <= end]
     days.flags.writeable = False

@@ -80,7 +80,7 @@ class AzureMLRegistry(Registry):
             )
         with _explained(f"looking for versions of {model_name}"):
             self._versions(model_name)
-        with explained(f"the experiment {experiment!r} cannot be used", "DTRAIN_EXPERIMENT"):
+        with explained(f"the experiment {experiment!r} cannot be used", "experiment in DTRAIN_OPTIONS"):
             ensure_experiment(open_client(self.address), experiment, self.address)
 
     @property

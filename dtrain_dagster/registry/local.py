@@ -73,13 +73,13 @@ class MLflowRegistry(Registry):
         with explained(f"MLflow at {redact(address)} cannot be used", "DTRAIN_MLFLOW_TRACKING_URI"):
             client = open_client(address)
             client.get_experiment_by_name(experiment)
-        with explained(f"the MLflow experiment {experiment!r} cannot be written to", "DTRAIN_EXPERIMENT"):
+        with explained(f"the MLflow experiment {experiment!r} cannot be written to", "experiment in DTRAIN_OPTIONS"):
             experiment_id = ensure_experiment(client, experiment, address)
             found = client.get_experiment(experiment_id)
             client.set_experiment_tag(experiment_id, KIND_TAG, found.tags.get(KIND_TAG, KIND))
         place = str(found.artifact_location)
         where = f"{redact(place)}, where the MLflow experiment {experiment!r} keeps files,"
-        with explained(f"{where} cannot be written to", "DTRAIN_EXPERIMENT"):
+        with explained(f"{where} cannot be written to", "experiment in DTRAIN_OPTIONS"):
             _try_artifacts(place, address)
         with explained(f"the registered model {model_name!r} cannot be written to", "DTRAIN_MODEL_NAME"):
             _ensure_registered_model(client, model_name)

@@ -4,7 +4,7 @@ the options of a cluster, which are the same with what every kind of cluster get
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -27,6 +27,14 @@ class AzureSettings(EnvironmentSettings):
     ``DTRAIN_AZURE_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        "chain",
+        "subnet",
+        "public_ip",
+        "identity",
+        "identity_client_id",
+        "queue_deadline_seconds",
+    )
 
     subscription_id: str = Field(
         pattern=r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
@@ -70,6 +78,7 @@ class AzureMLOptions(AzureSettings):
     """The options of a cluster. The environment is not read again; nobody but tests sets the times, in seconds."""
 
     model_config = SettingsConfigDict(frozen=True)
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
 
     storage_uri: str
     """Root of the run directories (``az://container/path``), which are below ``jobs/``."""
@@ -140,8 +149,8 @@ def refuse_unusable(cluster_name: str, idle_seconds: float) -> None:
     """Raise `SettingsError` for what no compute of Azure ML takes, from the environment or from a launchpad."""
     if not 1 <= idle_seconds <= MAX_IDLE_SECONDS:
         raise SettingsError(
-            f"DTRAIN_IDLE_MINUTES={idle_seconds / 60:g} is not between a second and the {MAX_IDLE_SECONDS // 60} (a "
-            "day) that a compute of Azure ML takes"
+            f"idle_minutes={idle_seconds / 60:g} is not between a second and the {MAX_IDLE_SECONDS // 60} (a "
+            "day) that a compute of Azure ML takes (DTRAIN_OPTIONS)"
         )
     if not _CLUSTER_NAME.fullmatch(cluster_name):
         raise SettingsError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
@@ -22,7 +23,7 @@ from dtrain_dagster.support.notify import refuse_inline_secret
 from dtrain_dagster.support.secrets import SecretError, is_reference, redact, refuse_secret, secret_in
 from trainer.model.allowed_factories import parse_modules
 from trainer.node.preflight import read_setting
-from trainer.setting_errors import describe_error, words_of
+from trainer.setting_errors import describe_error, explain_unknown, words_of
 
 PREFIX = "DTRAIN_"
 _BY_REFERENCE = ("prices", "notify", "mlflow_tracking_uri")
@@ -51,11 +52,14 @@ class SettingsError(ValueError):
 
 
 class EnvironmentSettings(BaseSettings):
-    """Settings whose fields are environment variables: of their names in capitals after a prefix. Values that are given
-    take precedence. The constructor raises `SettingsError` with one line per variable that cannot be used."""
+    """Settings whose fields are environment variables: of their names in capitals after a prefix; those that few people
+    set share one, with words ``name=value``. Values that are given take precedence. The constructor raises
+    `SettingsError` with one line per variable that cannot be used."""
 
     model_config = SettingsConfigDict(extra="forbid", env_ignore_empty=True, env_prefix=PREFIX)
 
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """The fields that share the variable ``<prefix>OPTIONS``."""
     RETIRED: ClassVar[Mapping[str, str]] = {}
     """The end of the name of a variable of before → what to do instead, as a sentence goes on. It is refused: what was
     asked for by it must not be left out without a word."""
@@ -65,8 +69,14 @@ class EnvironmentSettings(BaseSettings):
         for name, remedy in self.RETIRED.items():
             if os.environ.get(f"{prefix}{name}"):
                 raise SettingsError(f"{prefix}{name} {remedy}, and unset this")
+        for name in self.OPTIONS:
+            if os.environ.get(f"{prefix}{name.upper()}"):
+                raise SettingsError(
+                    f"{prefix}{name.upper()} is one of several in {prefix}OPTIONS now: set that to '{name}=…', further "
+                    "ones after a blank, and unset this"
+                )
         try:
-            super().__init__(**given)
+            super().__init__(**{**read_options(type(self)), **given})
         except ValidationError as error:
             lines = [_describe(type(self), item) for item in error.errors(include_url=False)]
             raise SettingsError(redact("\n".join(lines))) from None
@@ -91,6 +101,28 @@ class EnvironmentSettings(BaseSettings):
         return without_secret(cls, str(info.field_name), value)
 
 
+def read_options(kind: type[EnvironmentSettings]) -> dict[str, str]:
+    """Return the settings of this kind in ``<prefix>OPTIONS``: words ``name=value``, quoted as a shell does. Raise
+    `SettingsError` for other text."""
+    variable = f"{kind.model_config['env_prefix']}OPTIONS"
+    try:
+        words = [word.partition("=") for word in shlex.split(os.environ.get(variable, "") if kind.OPTIONS else "")]
+    except ValueError as error:
+        raise SettingsError(f"{variable}: {error}: quote it as a shell does") from None
+    for name, sign, _ in words:
+        if name not in kind.OPTIONS or not sign:
+            raise SettingsError(
+                f"{variable} takes words name=value: {explain_unknown(redact(name), name, kind.OPTIONS)}"
+            )
+    return {name: value for name, _, value in words if value}
+
+
+def suggest_option(name: str, value: str) -> None:
+    """Set one of `Settings.OPTIONS` for this process and its children, unless it is set already."""
+    variable = f"{PREFIX}OPTIONS"
+    os.environ[variable] = " ".join([shlex.quote(f"{name}={value}"), os.environ.get(variable, "")])
+
+
 def split_words(value: object) -> object:
     """Return the words of a text that are separated by commas; anything else as it is."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
@@ -99,7 +131,12 @@ def split_words(value: object) -> object:
 class Settings(EnvironmentSettings):
     """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
+    OPTIONS = (
+        "max_replacements", "preflight", "calendar", "data_engine", "experiment", "command_tracking", "dagster_url",
+        "dashboard_url", "mlflow_url", "idle_minutes", "queue_deadline_hours", "orphan_policy", "orphan_minutes",
+    )  # fmt: skip
     RETIRED: ClassVar[Mapping[str, str]] = {
+        "PEER_GRACE_SECONDS": "is gone: DTRAIN_STOP_GRACE_SECONDS also says how long peers of a failed process have",
         "RETRAIN_CRON": "is gone: give `build_training_assets(…, schedule=…)` the five fields",
         "RETRAIN_TIMEZONE": "is gone: the weekly retraining goes by the time of New York",
         "RETRAIN_MAX_AGE_DAYS": "is gone: a champion, or its data, is stale after 30 days",
@@ -265,8 +302,8 @@ class Settings(EnvironmentSettings):
     def _pre_flights_have_an_agent(self) -> Settings:
         if self.preflight and self.kind.buys_nodes:
             raise ValueError(
-                f"{PREFIX}PREFLIGHT={self.preflight!r} cannot be used with the {self.kind.words}, which checks its "
-                "nodes itself: unset it"
+                f"{PREFIX}OPTIONS: preflight={self.preflight!r} cannot be used with the {self.kind.words}, "
+                "which checks its nodes itself: unset it"
             )
         return self
 
@@ -342,8 +379,10 @@ def without_secret(kind: type[BaseSettings], name: str, value: object) -> object
 
 
 def variable_of(kind: type[BaseSettings], name: str) -> str:
-    """Return the environment variable of a field."""
+    """Return the environment variable of a field; of one that shares it, with the field's name."""
     field = kind.model_fields.get(name)
+    if issubclass(kind, EnvironmentSettings) and name in kind.OPTIONS:
+        return f"{kind.model_config['env_prefix']}OPTIONS: {name}"
     return str((field and field.validation_alias) or f"{kind.model_config['env_prefix']}{name.upper()}")
 
 
@@ -355,7 +394,8 @@ def load_settings(**given: Any) -> Settings:
 
 def setting(name: str) -> str:
     """Return one setting as the environment has it, not checked: for values that are read often."""
-    return os.environ.get(f"{PREFIX}{name.upper()}") or str(Settings.model_fields[name].get_default())
+    given = read_options(Settings).get(name) if name in Settings.OPTIONS else os.environ.get(f"{PREFIX}{name.upper()}")
+    return given or str(Settings.model_fields[name].get_default())
 
 
 def _describe(kind: type[BaseSettings], item: ErrorDetails) -> str:

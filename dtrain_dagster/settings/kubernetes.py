@@ -20,6 +20,7 @@ from dtrain_dagster.settings.nodes import NODE, EngineSettings, node_field
 from dtrain_dagster.support.secrets import refuse_secret
 
 PREFIX = "DTRAIN_KUBERNETES_"
+OPTIONS = f"{PREFIX}OPTIONS"
 CONTAINER = "node"
 """The name of a pod's container."""
 _LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
@@ -47,7 +48,7 @@ def read_pod_template(path: object) -> object:
     if why := explain_template(found):
         raise ValueError(why)
     for part in _texts_of(found):
-        refuse_secret(f"{PREFIX}POD_TEMPLATE={path}", part)
+        refuse_secret(f"{OPTIONS}: pod_template={path}", part)
     return found
 
 
@@ -76,7 +77,7 @@ def explain_template(template: Mapping[str, Any]) -> str:
         for amounts in (container.get("resources") or {}).values():
             for name in amounts if isinstance(amounts, Mapping) else ():
                 if name in ("cpu", "memory") or "gpu" in name:
-                    return f"{name} is set by {NODE}CPUS, _MEMORY_GIB and _GPUS, and {PREFIX}GPU_RESOURCE: leave it out"
+                    return f"{name} is set by {NODE}CPUS, _MEMORY_GIB and _GPUS, and gpu_resource: leave it out"
     return ""
 
 
@@ -119,6 +120,7 @@ class KubernetesSettings(EngineSettings):
     ``DTRAIN_KUBERNETES_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
+    OPTIONS = ("context", "namespace", "gpu_resource", "queue", "pod_template")
 
     kubeconfig: str | None = Field(
         default=None,

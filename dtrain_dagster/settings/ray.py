@@ -40,6 +40,7 @@ class RaySettings(EngineSettings):
     ``DTRAIN_RAY_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
+    OPTIONS = ("dashboard", "resources")
 
     address: str = Field(
         default="auto",

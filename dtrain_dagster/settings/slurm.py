@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 from pathlib import Path
@@ -17,10 +16,12 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.settings.environment import SettingsError, read_options
 from dtrain_dagster.settings.nodes import EngineSettings, node_field
 
 PREFIX = "DTRAIN_SLURM_"
+PRICES = f"{PREFIX}OPTIONS: prices"
+"""How messages name the file of the site's prices."""
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@/-]*$"
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _OURS = {
@@ -32,7 +33,7 @@ _OURS = {
     "--parsable": "answers are read",
     "--requeue": "lost nodes are replaced by jobs of their own",
     "--signal": "the agent handles the end",
-    "--time": "set DTRAIN_SLURM_TIME_LIMIT_MINUTES",
+    "--time": "set time_limit_minutes in DTRAIN_SLURM_OPTIONS",
     "--wrap": "the agent runs",
 }
 """Options of sbatch that the project sets itself → why."""
@@ -63,6 +64,7 @@ class SlurmSettings(EngineSettings):
     ``DTRAIN_SLURM_``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
+    OPTIONS = ("host", "time_limit_minutes", "setup", "extra", "prices")
 
     host: str | None = Field(
         default=None,
@@ -89,26 +91,26 @@ class SlurmSettings(EngineSettings):
 
 
 def site_prices_path() -> Path | None:
-    """Return the file of ``DTRAIN_SLURM_PRICES``; None where it is not set. It is asked for often, and not checked."""
-    given = os.environ.get(f"{PREFIX}PRICES")
+    """Return the file of the site's prices; None where none is set. It is asked for often, and not checked."""
+    given = read_options(SlurmSettings).get("prices")
     return Path(given).expanduser() if given else None
 
 
 def read_partition_prices() -> dict[str, float]:
-    """Return partition → US dollars per node-hour, from the file of ``DTRAIN_SLURM_PRICES``; none where it is not set.
-    Raise `SettingsError` for a file that is not there, or is no such table."""
+    """Return partition → US dollars per node-hour, from the file of the site's prices; none where none is set. Raise
+    `SettingsError` for a file that is not there, or is no such table."""
     path = site_prices_path()
     if path is None:
         return {}
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{PREFIX}PRICES={path}: it cannot be read as JSON ({error})") from None
+        raise SettingsError(f"{PRICES}={path}: it cannot be read as JSON ({error})") from None
     if not isinstance(found, dict):
-        raise SettingsError(f'{PREFIX}PRICES={path}: give partitions and dollars per node-hour: {{"gpu": 2.5}}')
+        raise SettingsError(f'{PRICES}={path}: give partitions and dollars per node-hour: {{"gpu": 2.5}}')
     for name, usd in found.items():
         if isinstance(usd, bool) or not isinstance(usd, int | float) or not 0 < usd < math.inf:
             raise SettingsError(
-                f"{PREFIX}PRICES={path}: {usd!r} of {name!r} is not a positive number of dollars per node-hour"
+                f"{PRICES}={path}: {usd!r} of {name!r} is not a positive number of dollars per node-hour"
             )
     return {name: float(usd) for name, usd in found.items()}

@@ -38,11 +38,9 @@ OF_NODES: Mapping[str, PlainVariable] = {
         "`XDG_CACHE_HOME`, else `dtrain-cache-<uid>` in the folder for temporary files",
     ),
     "DTRAIN_STOP_GRACE_SECONDS": PlainVariable(
-        "Seconds from SIGTERM to SIGKILL, in which a process that is asked to end can save a checkpoint", "`8`"
-    ),
-    "DTRAIN_PEER_GRACE_SECONDS": PlainVariable(
-        "Seconds that the other processes of a node have to log why one of them failed, before they are ended",
-        "`10`",
+        "Seconds that a process has to save a checkpoint, from SIGTERM to SIGKILL, and to log why another one failed, "
+        "before it is asked to end",
+        "`8`",
     ),
     "DTRAIN_METADATA_URL": PlainVariable(
         "Address of the service that tells a machine when it will be taken away, as Azure's Scheduled Events do; "
@@ -89,7 +87,7 @@ def known_variables() -> set[str]:
     kinds: list[type[EnvironmentSettings]] = [Settings, AzureSettings, *ENGINES.values()]
     names = {*INTERNAL, *OF_NODES}
     for kind in kinds:
-        names |= {name for field in kind.model_fields if is_ours(name := variable_of(kind, field))}
+        names |= {name for field in kind.model_fields if is_ours(name := variable_of(kind, field).partition(":")[0])}
     return names
 
 

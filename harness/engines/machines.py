@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -90,7 +91,7 @@ class Pods:
     bad_settings: ClassVar = [
         ({"DTRAIN_KUBERNETES_IMAGE": ""}, "DTRAIN_KUBERNETES_IMAGE"),
         ({"DTRAIN_KUBERNETES_VOLUMES": "nix"}, "is not a volume"),
-        ({"DTRAIN_KUBERNETES_NAMESPACE": "absent"}, "deploy/kubernetes has the rights"),
+        ({"DTRAIN_KUBERNETES_OPTIONS": "namespace=absent"}, "deploy/kubernetes has the rights"),
     ]
 
     def __init__(self, cluster: KubernetesCluster, kubeconfig: Path) -> None:
@@ -166,7 +167,7 @@ class Slurmds:
     full = "no machine is free"
     bad_settings: ClassVar = [
         ({"DTRAIN_SLURM_CPUS": "2"}, "is DTRAIN_NODE_CPUS now"),
-        ({"DTRAIN_SLURM_EXTRA": "--array=1-3"}, "nodes are jobs of their own"),
+        ({"DTRAIN_SLURM_OPTIONS": "extra=--array=1-3"}, "nodes are jobs of their own"),
         ({"DTRAIN_SLURM_PARTITION": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
     ]
 
@@ -232,7 +233,7 @@ class Raylets:
     full = "no machine is free"
     bad_settings: ClassVar = [
         ({"DTRAIN_NODE_CPUS": "0"}, "DTRAIN_NODE_CPUS"),
-        ({"DTRAIN_RAY_RESOURCES": "CPU=3"}, "has a setting of its own"),
+        ({"DTRAIN_RAY_OPTIONS": "resources=CPU=3"}, "has a setting of its own"),
         ({"DTRAIN_RAY_ADDRESS": "nowhere"}, "DTRAIN_RAY_ADDRESS"),
     ]
 
@@ -331,17 +332,21 @@ def variables(kind: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The environment that gives these options."""
     given = {name: value for name, value in options.items() if name not in ("volumes", "pod_template")}
     texts_of = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in given.items()}
-    found = {variable_of(ENGINES[kind], name): text for name, text in texts_of.items()}
+    own, words = ENGINES[kind].OPTIONS, list[str]()
+    found = {variable_of(ENGINES[kind], name): text for name, text in texts_of.items() if name not in own}
+    words += [f"{name}={text}" for name, text in texts_of.items() if name in own]
     if template := options.get("pod_template"):
         file = Path(options["python"]).with_name("pod-template.yaml")
         file.write_text(json.dumps(template))
-        found["DTRAIN_KUBERNETES_POD_TEMPLATE"] = str(file)
+        words.append(f"pod_template={file}")
     if volumes := options.get("volumes"):
         texts = [
             f"host:{one['source']['hostPath']['path']}:{one['mount']}{':ro' if one['read_only'] else ''}"
             for one in volumes
         ]
         found["DTRAIN_KUBERNETES_VOLUMES"] = ",".join(texts)
+    if words:
+        found[f"DTRAIN_{kind.upper()}_OPTIONS"] = shlex.join(words)
     return found
 
 

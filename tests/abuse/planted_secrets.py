@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import string
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from tests.loopback import LoopbackServer
 
 SETTINGS = (
     "DTRAIN_PRICES", "DTRAIN_NOTIFY", "DTRAIN_STORAGE", "DTRAIN_MLFLOW_TRACKING_URI",
-    "DTRAIN_DAGSTER_URL", "DTRAIN_CALENDAR", "DTRAIN_EXPERIMENT",
+    "DTRAIN_OPTIONS: dagster_url", "DTRAIN_OPTIONS: calendar", "DTRAIN_OPTIONS: experiment",
 )  # fmt: skip
 """Settings that must refuse a secret."""
 CARRIERS: dict[str, str] = {
@@ -65,7 +66,9 @@ def refused(setting: str, text: str) -> str:
 
     given = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
     on_azure = {"DTRAIN_CLUSTER": "azure_ml"} if setting == "DTRAIN_STORAGE" else {}
-    with mock.patch.dict(os.environ, {**given, **on_azure, setting: text}, clear=True):
+    variable, _, option = setting.partition(": ")
+    text = shlex.quote(f"{option}={text}") if option else text
+    with mock.patch.dict(os.environ, {**given, **on_azure, variable: text}, clear=True):
         try:
             load_settings()
         except SettingsError as error:

@@ -82,7 +82,7 @@ def test_an_address_without_a_secret_or_a_reference_is_taken(setting: str, value
 
 
 def test_a_reference_is_refused_where_none_is_resolved() -> None:
-    assert "DTRAIN_CALENDAR takes no reference" in refused("DTRAIN_CALENDAR", "env:CALENDAR")
+    assert "calendar takes no reference" in refused("DTRAIN_OPTIONS: calendar", "env:CALENDAR")
     assert "is not a reference" in refused("DTRAIN_PRICES", "env:NOT-A-NAME")
 
 

@@ -69,6 +69,12 @@ class Practice:
         self.cloud.control("fault", **fault, operation=operation, code=code, message=message)
 
 
+def options(**changes: str) -> str:
+    """Return DTRAIN_AZURE_OPTIONS of a subscription that is well, with ``changes``; "" leaves one out."""
+    usual = {"chain": H100, "subnet": SUBNET_ID, "identity": IDENTITY_ID, "identity_client_id": CLIENT_ID}
+    return " ".join(f"{name}={value}" for name, value in (usual | changes).items() if value)
+
+
 @pytest.fixture
 def practice(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Practice]:
     for name in [name for name in os.environ if name.startswith("DTRAIN_")]:
@@ -79,11 +85,8 @@ def practice(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "DTRAIN_CLUSTER": "azure_ml",
         "DTRAIN_GPU_TYPE": A100,
         "DTRAIN_NODES": "3",
-        "DTRAIN_AZURE_CHAIN": H100,
         "DTRAIN_AZURE_IMAGE": IMAGE,
-        "DTRAIN_AZURE_SUBNET": SUBNET_ID,
-        "DTRAIN_AZURE_IDENTITY": IDENTITY_ID,
-        "DTRAIN_AZURE_IDENTITY_CLIENT_ID": CLIENT_ID,
+        "DTRAIN_AZURE_OPTIONS": options(),
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
@@ -140,15 +143,17 @@ def test_no_identity(practice: Practice) -> None:
         ({}, {"AZURE_STORAGE_ACCOUNT_URL": ""}, "storage", "missing", "AZURE_STORAGE_ACCOUNT_URL is not set", ""),
         ({}, {"DTRAIN_AZURE_IMAGE": "dtrain-nodes:1"}, "images", "warning", "names no registry", "azurecr.io/"),
         ({}, {"DTRAIN_AZURE_IMAGE": "azureml:absent:3"}, "images", "missing", "does not exist: absent:3", ""),
-        ({}, {"DTRAIN_AZURE_SUBNET": SUBNET_ID + "2"}, "network", "missing", "NotFound", "DTRAIN_AZURE_SUBNET"),
-        ({}, {"DTRAIN_AZURE_SUBNET": ""}, "network", "missing", "no subnet is named", "DTRAIN_AZURE_SUBNET"),
-        ({}, {"DTRAIN_AZURE_IDENTITY_CLIENT_ID": OTHER_ID}, "identity", "missing",
-         f"client id {CLIENT_ID}; DTRAIN_AZURE_IDENTITY_CLIENT_ID is 2222",
-         f"`export DTRAIN_AZURE_IDENTITY_CLIENT_ID={CLIENT_ID}`"),
-        ({}, {"DTRAIN_AZURE_IDENTITY": "", "DTRAIN_AZURE_IDENTITY_CLIENT_ID": ""}, "identity", "warning",
+        ({}, {"DTRAIN_AZURE_OPTIONS": options(subnet=SUBNET_ID + "2")}, "network", "missing", "NotFound",
+         "subnet in DTRAIN_AZURE"),
+        ({}, {"DTRAIN_AZURE_OPTIONS": options(subnet="")}, "network", "missing", "no subnet is named",
+         "set subnet in DTRAIN_AZURE"),
+        ({}, {"DTRAIN_AZURE_OPTIONS": options(identity_client_id=OTHER_ID)}, "identity", "missing",
+         f"client id {CLIENT_ID}; identity_client_id is 2222",
+         f"put `identity_client_id={CLIENT_ID}` into DTRAIN_AZURE"),
+        ({}, {"DTRAIN_AZURE_OPTIONS": options(identity="", identity_client_id="")}, "identity", "warning",
          "their compute's identity", "outputs of deploy/azure"),
         ({}, {"DTRAIN_AZURE_WORKSPACE": ""}, "settings", "missing", "DTRAIN_AZURE_WORKSPACE", ""),
-        ({}, {"DTRAIN_AZURE_CHAIN": f"{H100},Standard_NC999_v9"}, "prices", "missing",
+        ({}, {"DTRAIN_AZURE_OPTIONS": options(chain=f"{H100},Standard_NC999_v9")}, "prices", "missing",
          "Standard_NC999_v9: no price is known", ""),
     ],
 )  # fmt: skip
@@ -209,7 +214,7 @@ def test_permissions_that_cannot_be_listed_are_no_fault(practice: Practice) -> N
 
 
 def test_without_a_chain_the_sizes_that_a_purchase_would_try_are_looked_at(practice: Practice) -> None:
-    practice.delenv("DTRAIN_AZURE_CHAIN")
+    practice.setenv("DTRAIN_AZURE_OPTIONS", options(chain=""))
     practice.cloud.control("quota", family="StandardNCADSA100v4Family", cores=0)
     lines = [line for line in practice.lines() if line["check"] == "sizes"]
     assert lines[0]["verdict"] == "warning"
@@ -237,8 +242,7 @@ def test_quotas(practice: Practice) -> None:
 )
 def test_nodes_without_a_subnet(practice: Practice, workspace: dict[str, Any], public_ip: str, verdict: str) -> None:
     practice.cloud.control("around", workspace=workspace)
-    practice.delenv("DTRAIN_AZURE_SUBNET")
-    practice.setenv("DTRAIN_AZURE_PUBLIC_IP", public_ip)
+    practice.setenv("DTRAIN_AZURE_OPTIONS", options(subnet="", public_ip=public_ip))
     lines = practice.lines(code=int(verdict == "missing"))
     assert [line["verdict"] for line in lines if line["check"] == "network"] == [verdict]
 

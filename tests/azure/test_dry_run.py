@@ -29,8 +29,8 @@ A100, H100 = "Standard_NC24ads_A100_v4", "Standard_NC40ads_H100_v5"
 
 
 def test_the_compute_and_the_job_are_shown_as_the_service_gets_them(shell: Shell, tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setenv("DTRAIN_AZURE_SUBNET", SUBNET_ID)
-    monkeypatch.setenv("DTRAIN_COMMAND_TRACKING", "off")
+    monkeypatch.setenv("DTRAIN_AZURE_OPTIONS", f"subnet={SUBNET_ID}")
+    monkeypatch.setenv("DTRAIN_OPTIONS", "command_tracking=off")
 
     def stage_without_trainer(folder: Path, *of_the_job: Any) -> list[str]:
         files = stage_for_nodes(folder, *of_the_job)
@@ -78,10 +78,10 @@ def test_the_compute_and_the_job_are_shown_as_the_service_gets_them(shell: Shell
     assert CliRunner().invoke(main, ["cancel", "first"]).exit_code == 0
     printed = re.sub(r"^#.*\n", "", dry.stdout, flags=re.MULTILINE)
     assert [yaml.safe_load(text) for text in sent] == list(yaml.safe_load_all(printed))
-    refused = CliRunner().invoke(main, [*WORDS[:-1], "second", "--dry-run"], env={"DTRAIN_AZURE_SUBNET": ""})
+    refused = CliRunner().invoke(main, [*WORDS[:-1], "second", "--dry-run"], env={"DTRAIN_AZURE_OPTIONS": ""})
     assert refused.exit_code == 2
     assert "missing: network: no subnet is named" in refused.stderr
-    assert "set DTRAIN_AZURE_SUBNET" in refused.stderr, "with the remedy"
+    assert "set subnet in DTRAIN_AZURE_OPTIONS" in refused.stderr, "with the remedy"
     assert list(shell.cloud.control("state")["computes"]) == [compute["name"]]
     dearer_nodes_are_refused_before_the_job(shell)
 

@@ -27,7 +27,7 @@ def named() -> dict[str, str]:
 
 def in_reference() -> set[str]:
     text = (REFERENCE / "settings.md").read_text()
-    return set(re.findall(r"^\| `([A-Z0-9_]+)` \|", text, flags=re.MULTILINE))
+    return set(re.findall(r"^\| `([A-Z0-9_]+)(?:: \w+)?` \|", text, flags=re.MULTILINE))
 
 
 def test_each_variable_that_the_code_names_is_in_the_reference_or_internal():

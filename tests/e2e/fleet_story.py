@@ -58,7 +58,7 @@ class FleetShell:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `dtrain`; without MLflow unless the environment says otherwise, since seconds of nodes are counted."""
-        environment = {"DTRAIN_COMMAND_TRACKING": "off", **self.environment}
+        environment = {"DTRAIN_OPTIONS": "command_tracking=off", **self.environment}
         return subprocess.Popen(
             [*DTRAIN, *arguments], env=environment, cwd=self.folder, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -123,7 +123,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
             DTRAIN_PRICES=str(prices),
             DTRAIN_NOTIFY=url,
             DTRAIN_RETRAIN_BUDGET_USD="2.5",
-            DTRAIN_IDLE_MINUTES="2",  # a sensor need not count more time than it can have watched
+            DTRAIN_OPTIONS="idle_minutes=2",  # a sensor need not count more time than it can have watched
         )
         config = Path(project.env["DAGSTER_HOME"]) / "dagster.yaml"
         settings = yaml.safe_load(config.read_text()) | storage

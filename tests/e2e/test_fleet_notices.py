@@ -28,7 +28,7 @@ def shell(tmp_path: Path) -> Iterator[FleetShell]:
         **{name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")},
         "DTRAIN_HOME": str(tmp_path / "home"),
         "DTRAIN_FACTORY_MODULES": "slow_models",
-        "DTRAIN_DASHBOARD_URL": "https://runs.example/dtrain",
+        "DTRAIN_OPTIONS": "dashboard_url=https://runs.example/dtrain",
         "PYTHONPATH": f"{ROOT}:{tmp_path}",
     }
     yield FleetShell(tmp_path, tmp_path / "home", environment, str(tmp_path / "home" / "storage" / "jobs"))

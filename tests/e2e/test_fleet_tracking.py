@@ -27,7 +27,7 @@ def shell(tmp_path: Path) -> Iterator[FleetShell]:
         **{name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")},
         "DTRAIN_HOME": str(home),
         "DTRAIN_FACTORY_MODULES": "slow_models",
-        "DTRAIN_COMMAND_TRACKING": "mlflow",
+        "DTRAIN_OPTIONS": "command_tracking=mlflow",
         "PYTHONPATH": f"{ROOT}:{tmp_path}",
     }
     yield FleetShell(tmp_path, home, environment, str(home / "storage" / "jobs"))
@@ -128,7 +128,9 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
 @pytest.mark.timeout(300)
 def test_a_start_of_a_fleet_can_be_kept_out_of_mlflow(shell: FleetShell) -> None:
     shell.write(3_000 * PRICE, [job("one", 0, 3, 0.0)], 900)
-    off = FleetShell(shell.folder, shell.home, {**shell.environment, "DTRAIN_COMMAND_TRACKING": "off"}, shell.jobs_uri)
+    off = FleetShell(
+        shell.folder, shell.home, {**shell.environment, "DTRAIN_OPTIONS": "command_tracking=off"}, shell.jobs_uri
+    )
     said = off.run("fleet", "fleet.yaml")
     assert off.kept("one")["state"] == "succeeded", said
     assert "MLflow" not in said

@@ -116,9 +116,8 @@ def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_s
             "DTRAIN_PRICES": str(small_prices(tmp_path)),
             "DTRAIN_NODES": "1",
             "DTRAIN_NOTIFY": url,
-            "DTRAIN_AZURE_CHAIN": "Standard_NC6s_v3",
             "DTRAIN_GPU_TYPE": "Standard_NC6s_v3",
-            "DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS": "2",
+            "DTRAIN_AZURE_OPTIONS": "chain=Standard_NC6s_v3 queue_deadline_seconds=2",
         }.items():
             monkeypatch.setenv(name, value)
         config = {"ops": {"cost_estimate": {"config": {"epochs": 2, "warmup_steps": 1}}}}
@@ -167,7 +166,7 @@ def test_a_run_whose_nodes_never_come_keeps_its_place_and_is_told_once_when_it_s
         cloud.control("clear")
         queue.put(replace(first, retry_at=0.0))
         [third] = tick().run_requests
-        monkeypatch.setenv("DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS", "600")
+        monkeypatch.setenv("DTRAIN_AZURE_OPTIONS", "chain=Standard_NC6s_v3 queue_deadline_seconds=600")
         done = materialize(asset_selection=third.asset_selection, run_config=config, tags=third.tags)
         assert done.success
         assert [item.ticket for item in queue.tickets()] == [later.ticket]

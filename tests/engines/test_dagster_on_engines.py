@@ -41,11 +41,10 @@ def served(kind: str, folder: Path) -> Iterator[tuple[Dagster, Machines, dict[st
     with open_machines(kind) as machines:
         options = machines.options(folder)
         own = {"DTRAIN_CLUSTER": kind, "DTRAIN_CLUSTER_NAME": "engine", "DTRAIN_PRICES": str(small_prices(folder)),
-               "DTRAIN_ORPHAN_POLICY": "cancel", "DTRAIN_ORPHAN_MINUTES": "0.01"}  # fmt: skip
+               "DTRAIN_OPTIONS": "orphan_policy=cancel orphan_minutes=0.01"}  # fmt: skip
         if kind == "slurm":
             (folder / "site.json").write_text(json.dumps({"main": SITE}))
-            options |= {"partition": "main"}
-            own |= {"DTRAIN_SLURM_PRICES": str(folder / "site.json")}
+            options |= {"partition": "main", "prices": str(folder / "site.json")}
         given = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SLURM_CONF") if name in os.environ}
         project = make_project(folder / "home", **variables(kind, options), **own, **given, PYTHONPATH=str(ROOT))
         dagster = start_dagster(project)

@@ -65,13 +65,13 @@ def test_a_node_runs_once_and_its_end_its_times_and_its_output_are_told(
         ({"cpus": 1000.0}, "lower DTRAIN_NODE_CPUS"),
         ({"gpus": 1}, "nvidia.com/gpu"),
         ({"pod_template": pod_template({"nodeSelector": {"gpu": "a100"}})}, "check nodeSelector, tolerations"),
-        ({"image": "localhost/absent:1"}, "imagePullPolicy in DTRAIN_KUBERNETES_POD_TEMPLATE is Never"),
+        ({"image": "localhost/absent:1"}, "imagePullPolicy in the pod_template of DTRAIN_KUBERNETES_OPTIONS is Never"),
         ({"image": "127.0.0.1:1/absent:1", "pod_template": pod_template()}, "check DTRAIN_KUBERNETES_IMAGE"),
         ({"pod_template": pod_template({"serviceAccountName": "nobody"})}, "change serviceAccountName in"),
         ({"pod_template": pod_template({"priorityClassName": "absent"})}, "change priorityClassName in"),
         (
             {"pod_template": pod_template(imagePullPolicy="Never", envFrom=[{"secretRef": {"name": "absent"}}])},
-            "Secrets in DTRAIN_KUBERNETES_POD_TEMPLATE",
+            "Secrets in the pod_template of DTRAIN_KUBERNETES_OPTIONS",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -156,11 +156,11 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
     make_engine(options).check()
     with pytest.raises(ClusterError, match="deploy/kubernetes has the rights"):
         make_engine(options.model_copy(update={"namespace": "default"})).check()
-    with pytest.raises(ClusterError, match="DTRAIN_KUBERNETES_CONTEXT"):
+    with pytest.raises(ClusterError, match="context in DTRAIN_KUBERNETES_OPTIONS"):
         make_engine(options.model_copy(update={"context": "absent"})).check()
     with pytest.raises(ClusterError, match="KUBECONFIG"):
         make_engine(options.model_copy(update={"kubeconfig": "/absent/kubeconfig"})).check()
-    with pytest.raises(ClusterError, match="create it, or set DTRAIN_KUBERNETES_NAMESPACE"):
+    with pytest.raises(ClusterError, match="create it, or set namespace in DTRAIN_KUBERNETES_OPTIONS"):
         make_engine(
             options.model_copy(update={"kubeconfig": str(kubernetes.kubeconfig), "namespace": "absent"})
         ).submit(launch, 0, 1)

@@ -30,7 +30,7 @@ ONE_EPOCH = {"--nodes 3": "--nodes 3 --epochs 1"}
 INSTALLING = "docs/installing.md"
 ANY_ENGINE, SLURM, KUBERNETES, RAY = slice(4, 5), slice(5, 6), slice(6, 7), slice(8, 9)
 """Its blocks for an engine's users."""
-OF_IMAGE = ("DTRAIN_NODE_PYTHON", "DTRAIN_KUBERNETES_POD_TEMPLATE")
+OF_IMAGE = ("DTRAIN_NODE_PYTHON", "DTRAIN_KUBERNETES_OPTIONS")
 """Settings of a cluster without a registry and without Python in its images, which comes from the machine."""
 OF_NODES = (
     "KUBECONFIG",
@@ -45,7 +45,7 @@ LITTLE = "export DTRAIN_PRICES=$PWD/../my_prices.csv"
 
 def exported(*names: str) -> str:
     """Return the command that sets these variables."""
-    return "export " + " ".join(f"{name}={{{name}}}" for name in names)
+    return "export " + " ".join(f"{name}='{{{name}}}'" for name in names)
 
 
 PAGES: dict[str, list[Page]] = {
@@ -54,7 +54,7 @@ PAGES: dict[str, list[Page]] = {
             "DTRAIN_NODES=4": SMALL, "DTRAIN_SLURM_PARTITION=gpu": "DTRAIN_SLURM_PARTITION=main",
             "DTRAIN_NODE_GPUS=1": "DTRAIN_NODE_GPUS=0", "DTRAIN_NODE_CPUS=8": "DTRAIN_NODE_CPUS=1",
             "DTRAIN_NODE_MEMORY_GIB=32": "DTRAIN_NODE_MEMORY_GIB=1",
-            "DTRAIN_SLURM_TIME_LIMIT_MINUTES=240": "DTRAIN_SLURM_TIME_LIMIT_MINUTES=60"}, blocks=SLURM),
+            "time_limit_minutes=240": "time_limit_minutes=60"}, blocks=SLURM),
         Page(INSTALLING, filled=ONE_EPOCH, blocks=ANY_ENGINE),
     ],
     "ray": [

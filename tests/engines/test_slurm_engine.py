@@ -92,9 +92,9 @@ def test_an_end_by_force_waits_for_nobody(make: Callable[..., SlurmEngine], laun
     ("options", "said"),
     [
         ({"partition": "nix"}, "correct DTRAIN_SLURM_PARTITION"),
-        ({"extra": ("--constraint=nix",)}, "correct --constraint in DTRAIN_SLURM_EXTRA"),
+        ({"extra": ("--constraint=nix",)}, "correct --constraint in DTRAIN_SLURM_OPTIONS"),
         ({"gpus": 1}, "correct DTRAIN_NODE_GPUS"),
-        ({"extra": ("--nix=1",)}, "correct DTRAIN_SLURM_EXTRA"),
+        ({"extra": ("--nix=1",)}, "correct extra in DTRAIN_SLURM_OPTIONS"),
     ],
 )
 def test_refusals_name_the_setting(
@@ -120,5 +120,5 @@ def test_a_job_that_is_kept_away_from_all_machines_is_refused_at_once_and_its_na
 
 def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SlurmEngine]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EngineError, match="set DTRAIN_SLURM_HOST"):
+    with pytest.raises(EngineError, match="set host in DTRAIN_SLURM_OPTIONS"):
         make().check()

@@ -29,7 +29,8 @@ def run(script: str, home: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {
         "PATH": path, "PYTHONPATH": str(ROOT), "DTRAIN_HOME": str(home), "DTRAIN_CACHE": str(home / "cache"),
-        "DTRAIN_PROCESSES_PER_NODE": "1", "DTRAIN_COMMAND_TRACKING": "off", "DAGSTER_HOME": str(home / "dagster"),
+        "DTRAIN_PROCESSES_PER_NODE": "1", "DTRAIN_OPTIONS": "command_tracking=off",
+        "DAGSTER_HOME": str(home / "dagster"),
     }  # fmt: skip
     done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

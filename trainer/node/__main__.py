@@ -29,7 +29,6 @@ from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.exit_codes import BUDGET, DONE, EVICTED, FAILED, LOST, UNFIT, UNUSABLE, describe_exit_codes, is_loss
 from trainer.node.environment import (
-    PEER_GRACE,
     STOP_GRACE,
     LaunchError,
     Seat,
@@ -84,7 +83,6 @@ class NodeAgent:
             host=self.host,
             started_at=min(now, psutil.Process().create_time()),
         )
-        self.peer_grace = read_duration(*PEER_GRACE, launch["env"], os.environ)
         self.stop_grace = read_duration(*STOP_GRACE, launch["env"], os.environ)
         self.asked = False
         """Whether this node has to end now."""
@@ -179,7 +177,7 @@ class NodeAgent:
             node.end(self.stop_grace)
         elif any(node.codes):  # a process failed: the others have a moment to say what they saw
             self._failed_at = self._failed_at or time.monotonic()
-            if time.monotonic() - self._failed_at > self.peer_grace:
+            if time.monotonic() - self._failed_at > self.stop_grace:
                 node.end(self.stop_grace)
 
     def _keep(self, codes: Sequence[int]) -> None:

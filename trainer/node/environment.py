@@ -18,10 +18,9 @@ from trainer.node.gpus import VISIBLE, share_gpus, visible_gpus
 from trainer.node.processes import MARK
 from trainer.runtime.launch import LAUNCH_VARIABLE, ORDER, Launch
 
-PEER_GRACE = "DTRAIN_PEER_GRACE_SECONDS", 10.0
-"""Variable and default: seconds that the peers of a failed process have to notice the failure and log it."""
 STOP_GRACE = "DTRAIN_STOP_GRACE_SECONDS", 8.0
-"""Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint."""
+"""Variable and default: seconds between SIGTERM and SIGKILL, the time for a checkpoint; and for the peers of a failed
+process to notice the failure and log it, before they get SIGTERM."""
 _OF_A_LAUNCH = (LAUNCH_VARIABLE, ORDER, SECRET_FILE)
 
 

@@ -174,7 +174,7 @@ def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str
 
         raise MlflowException(
             f"the MLflow experiment {name!r} was deleted: bring it back (mlflow experiments restore --experiment-id "
-            f"{found.experiment_id}), or name another one in DTRAIN_EXPERIMENT"
+            f"{found.experiment_id}), or name another one in experiment in DTRAIN_OPTIONS"
         )
     experiment_id = found.experiment_id if found else client.create_experiment(name, artifact_location(tracking_uri))
     if WORKSPACE not in tracking_uri:

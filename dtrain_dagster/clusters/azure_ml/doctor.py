@@ -51,10 +51,11 @@ NEEDED_OPERATIONS = tuple(
 """Operations on the workspace that a training and its registered model need."""
 SIZES_REMEDY = (
     "raise a quota (https://ml.azure.com/quota), ask for fewer nodes (DTRAIN_NODES), or for other sizes or tiers "
-    f"(DTRAIN_AZURE_CHAIN; DTRAIN_TIER, for Spot's quota: {SPOT_QUOTA})"
+    f"(chain in DTRAIN_AZURE_OPTIONS; DTRAIN_TIER, for Spot's quota: {SPOT_QUOTA})"
 )
 SIGN_IN_REMEDY = "`az login`; on a machine of Azure's a managed identity, with AZURE_CLIENT_ID set to its client id"
-_NAMED_BY = {"identity": "DTRAIN_AZURE_IDENTITY", "network": "DTRAIN_AZURE_SUBNET", "images": "DTRAIN_AZURE_IMAGE"}
+_OPTIONS = "DTRAIN_AZURE_OPTIONS"
+_NAMED_BY = {"identity": f"identity in {_OPTIONS}", "network": f"subnet in {_OPTIONS}", "images": "DTRAIN_AZURE_IMAGE"}
 """What is looked at → the setting that names it."""
 
 Document = Mapping[str, Any]
@@ -209,13 +210,13 @@ class Doctor:
 
     def _nodes_identity(self) -> Iterator[DoctorLine]:
         if self.options.identity is None:
-            remedy = "set DTRAIN_AZURE_IDENTITY and DTRAIN_AZURE_IDENTITY_CLIENT_ID (outputs of deploy/azure)"
+            remedy = f"set identity and identity_client_id in {_OPTIONS} (outputs of deploy/azure)"
             yield DoctorLine("identity", "warning", "nodes get their compute's identity, which has no roles", remedy)
             return
         found = self._document(self.options.identity, "2023-01-31")
         known, told = str((found.get("properties") or {}).get("clientId")), self.options.identity_client_id
-        seen = f"nodes are {found.get('name')}, client id {known}; DTRAIN_AZURE_IDENTITY_CLIENT_ID is {told}"
-        remedy = f"`export DTRAIN_AZURE_IDENTITY_CLIENT_ID={known}`, by which nodes choose it"
+        seen = f"nodes are {found.get('name')}, client id {known}; identity_client_id is {told}"
+        remedy = f"put `identity_client_id={known}` into {_OPTIONS}, by which nodes choose it"
         yield judged("identity", known.casefold() == str(told).casefold(), seen, remedy)
 
     def _storage(self) -> Iterator[DoctorLine]:
@@ -263,7 +264,7 @@ class Doctor:
             access, has_ip = self.properties.get("publicNetworkAccess") or "Enabled", self.options.public_ip
             seen = f"no subnet is named, nodes have {'' if has_ip else 'no '}public addresses, the workspace's managed "
             seen += f"network is {managed}, and its public access {access}"
-            remedy = "set DTRAIN_AZURE_SUBNET (output nodesSubnetId of deploy/azure), or use a managed network"
+            remedy = f"set subnet in {_OPTIONS} (output nodesSubnetId of deploy/azure), or use a managed network"
             yield judged("network", managed != "Disabled" or (has_ip and access != "Disabled"), seen, remedy)
             return
         found = self._document(self.options.subnet, "2024-05-01")

@@ -50,18 +50,19 @@ RIGHTS = (
 PATIENCE_SECONDS = 60.0
 """Seconds for which a refusal of what was allowed before counts as a cluster that does not answer."""
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
+_ACCESS = "KUBECONFIG, and context in DTRAIN_KUBERNETES_OPTIONS"
 _REFUSALS = {
-    0: "the kubeconfig's certificate authority is not this cluster's: see KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT",
-    401: "the cluster does not recognise this identity: log in again, or set KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT",
+    0: f"the kubeconfig's certificate authority is not this cluster's: see {_ACCESS}",
+    401: f"the cluster does not recognise this identity: log in again, or set {_ACCESS}",
     403: "this identity may not do it, or a quota is used up: deploy/kubernetes has the rights that are needed",
-    404: "there is no such namespace: create it, or set DTRAIN_KUBERNETES_NAMESPACE",
-    422: "the cluster rejects the object: correct the DTRAIN_KUBERNETES_ setting that it names",
+    404: "there is no such namespace: create it, or set namespace in DTRAIN_KUBERNETES_OPTIONS",
+    422: "the cluster rejects the object: correct the setting that it names (DTRAIN_KUBERNETES_OPTIONS)",
 }
 
 
 def refusal(what: str, status: int, said: str) -> EngineError:
     """Return the error of a request that the cluster has refused: its own words, and the remedy. Pure."""
-    remedy = _REFUSALS.get(status, "see DTRAIN_KUBERNETES_ in the settings")
+    remedy = _REFUSALS.get(status, "see DTRAIN_KUBERNETES_OPTIONS in the settings")
     return EngineError(f"cannot {what}: {said} ({status}); {remedy}")
 
 
@@ -198,9 +199,7 @@ class KubernetesEngine(Engine):
                     persist_config=False,
                 )
         except (ConfigException, OSError) as error:
-            raise EngineError(
-                f"no cluster is configured: {error}; set KUBECONFIG and DTRAIN_KUBERNETES_CONTEXT"
-            ) from None
+            raise EngineError(f"no cluster is configured: {error}; set {_ACCESS}") from None
         configuration.retries = False  # asked again by whoever polls
         return client.ApiClient(configuration)
 

@@ -19,7 +19,7 @@ from dtrain_dagster.settings.nodes import NODE as N
 
 Answer = Mapping[str, Any]
 S = "DTRAIN_KUBERNETES_"
-TEMPLATE = f"{S}POD_TEMPLATE"
+TEMPLATE = f"the pod_template of {S}OPTIONS"
 TAKEN_AWAY = {
     "Evicted", "Preempting", "Preempted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "NodeAffinity",
     "UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods",

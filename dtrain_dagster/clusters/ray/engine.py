@@ -84,7 +84,7 @@ def explain_waiting(demand: Mapping[str, float], largest: Sequence[Mapping[str, 
     for name, amount in demand.items():
         most = max((machine.get(name, 0.0) for machine in largest), default=0.0)
         if amount > most:
-            setting = FIXED.get(name, f"{S}RESOURCES")
+            setting = FIXED.get(name, f"resources in {S}OPTIONS")
             said = f"no machine is large enough ({name} {amount:g}, the largest has {most:g})"
             return f"{said}: lower {setting}, or add one"
     return "no machine is free"

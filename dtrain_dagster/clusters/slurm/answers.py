@@ -13,8 +13,9 @@ from typing import Any
 from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS
 from dtrain_dagster.clusters.supervision.engine import Cause, EngineJob, read_job_name
 from dtrain_dagster.settings.nodes import NODE as N
+from dtrain_dagster.settings.slurm import PREFIX
 
-S = "DTRAIN_SLURM_"
+PARTITION, OPTIONS = f"{PREFIX}PARTITION", f"{PREFIX}OPTIONS"
 _WAITING = {
     "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
 }  # fmt: skip
@@ -32,44 +33,44 @@ _ENDS: Mapping[str, tuple[str, Cause]] = {
 }
 """State of a job that has ended → why, in words, and whose doing that was."""
 REASONS = {
-    "AssocGrp": f"the limit of --account in {S}EXTRA is used up: wait, or ask for less",
-    "AssocMax": f"the limit of --account in {S}EXTRA is used up: wait, or ask for less",
-    "BadConstraints": f"no machine has --constraint in {S}EXTRA: correct it",
-    "InvalidAccount": f"correct --account in {S}EXTRA",
-    "InvalidQOS": f"correct --qos in {S}EXTRA",
+    "AssocGrp": f"the limit of --account in {OPTIONS} is used up: wait, or ask for less",
+    "AssocMax": f"the limit of --account in {OPTIONS} is used up: wait, or ask for less",
+    "BadConstraints": f"no machine has --constraint in {OPTIONS}: correct it",
+    "InvalidAccount": f"correct --account in {OPTIONS}",
+    "InvalidQOS": f"correct --qos in {OPTIONS}",
     "JobHeldAdmin": "an administrator holds it: ask them",
     "JobHeldUser": "it is held: scontrol release JOB",
     "PartitionConfig": f"no node of the partition is large enough: lower {N}CPUS, {N}GPUS or {N}MEMORY_GIB, or "
-    f"change {S}PARTITION",
-    "PartitionDown": f"the partition is down: wait, or change {S}PARTITION",
-    "PartitionInactive": f"the partition takes no jobs: change {S}PARTITION",
-    "PartitionNodeLimit": f"the partition does not give such nodes: change {S}PARTITION",
-    "PartitionTimeLimit": f"the partition's limit is shorter: lower {S}TIME_LIMIT_MINUTES",
+    f"change {PARTITION}",
+    "PartitionDown": f"the partition is down: wait, or change {PARTITION}",
+    "PartitionInactive": f"the partition takes no jobs: change {PARTITION}",
+    "PartitionNodeLimit": f"the partition does not give such nodes: change {PARTITION}",
+    "PartitionTimeLimit": f"the partition's limit is shorter: lower time_limit_minutes in {OPTIONS}",
     "Priority": "other jobs are ahead of it",
-    "QOS": f"the limit of --qos in {S}EXTRA is reached: wait, or ask for less",
+    "QOS": f"the limit of --qos in {OPTIONS} is reached: wait, or ask for less",
     "ReqNodeNotAvail": "machines that fit are reserved or down",
-    "Reservation": f"it waits for --reservation in {S}EXTRA to begin",
+    "Reservation": f"it waits for --reservation in {OPTIONS} to begin",
     "Resources": "no machine is free",
 }
 """The beginning of a reason → what it means, and what helps."""
 REFUSALS = {
-    "walldurationperjob": f"lower {S}TIME_LIMIT_MINUTES",
+    "walldurationperjob": f"lower time_limit_minutes in {OPTIONS}",
     "cpuperjob": f"lower {N}CPUS",
     "memperjob": f"lower {N}MEMORY_GIB",
     "gresperjob": f"lower {N}GPUS",
-    "accounting/qos policy": f"it asks for more than --account or --qos in {S}EXTRA may: ask for less, or change them",
-    "invalid account": f"correct --account in {S}EXTRA, or give one that may use {S}PARTITION",
-    "partition": f"correct {S}PARTITION",
-    "account": f"correct --account in {S}EXTRA",
-    "qos": f"correct --qos in {S}EXTRA",
-    "feature": f"correct --constraint in {S}EXTRA",
-    "reservation": f"correct --reservation in {S}EXTRA",
+    "accounting/qos policy": f"it asks for more than --account or --qos in {OPTIONS} may: ask for less, or change them",
+    "invalid account": f"correct --account in {OPTIONS}, or give one that may use {PARTITION}",
+    "partition": f"correct {PARTITION}",
+    "account": f"correct --account in {OPTIONS}",
+    "qos": f"correct --qos in {OPTIONS}",
+    "feature": f"correct --constraint in {OPTIONS}",
+    "reservation": f"correct --reservation in {OPTIONS}",
     "gres": f"the cluster has no such GPUs: correct {N}GPUS",
-    "time limit": f"lower {S}TIME_LIMIT_MINUTES",
+    "time limit": f"lower time_limit_minutes in {OPTIONS}",
     "memory": f"lower {N}MEMORY_GIB",
     "node configuration is not available": f"no machine is large enough: lower {N}CPUS, {N}GPUS or {N}MEMORY_GIB",
     "more processors": f"no machine is large enough: lower {N}CPUS",
-    "option": f"correct {S}EXTRA",
+    "option": f"correct extra in {OPTIONS}",
 }
 """What sbatch says, in lower case → the remedy; the first that is found counts."""
 UNREACHABLE = (
@@ -182,4 +183,4 @@ def is_full(said: str) -> bool:
 
 def remedy_of(said: str) -> str:
     """Return what helps against a refusal of sbatch."""
-    return next((remedy for word, remedy in REFUSALS.items() if word in said.lower()), f"see {S} in the settings")
+    return next((remedy for word, remedy in REFUSALS.items() if word in said.lower()), f"see {OPTIONS} in the settings")

@@ -125,8 +125,8 @@ class SlurmEngine(Engine):
             )
         except FileNotFoundError:
             raise EngineError(
-                f"there is no {command[0]} on this machine: put SLURM's commands on the PATH, or set DTRAIN_SLURM_HOST "
-                "to a login node"
+                f"there is no {command[0]} on this machine: put SLURM's commands on the PATH, or set host in "
+                "DTRAIN_SLURM_OPTIONS to a login node"
             ) from None
         except subprocess.TimeoutExpired:
             raise EngineUnreachableError(f"cannot {what}: SLURM does not answer {where}") from None

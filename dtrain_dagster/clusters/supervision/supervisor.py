@@ -34,7 +34,7 @@ from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.reader import warn_once
 from trainer.errors import DamagedError
 from trainer.exit_codes import EVICTED, UNUSABLE
-from trainer.node.environment import PEER_GRACE, STOP_GRACE, LaunchError, read_duration
+from trainer.node.environment import STOP_GRACE, LaunchError, read_duration
 from trainer.rundir import LAUNCH, STATUS, RunDir
 from trainer.runtime.clock import SteadyClock
 
@@ -58,7 +58,7 @@ class Supervisor:
         self.rundir, self.placer, self.clock, self.announce = rundir, placer, clock, announce
         self.launch: dict[str, Any] = rundir.read_json(LAUNCH) or {}
         self.started_at = clock.now()
-        self.peer_grace, self.stop_grace = PEER_GRACE[1], STOP_GRACE[1]
+        self.stop_grace = STOP_GRACE[1]
         self.beat = 0.0
         self.nodes: Mapping[int, PlacedNode] = {}
         """The newest incarnation of each node of this launch, as it was seen last."""
@@ -85,7 +85,7 @@ class Supervisor:
 
     def _run(self, resumes: bool) -> JobState:
         try:
-            self.peer_grace, self.stop_grace = self._duration(*PEER_GRACE), self._duration(*STOP_GRACE)
+            self.stop_grace = read_duration(*STOP_GRACE, self.launch["env"], os.environ)
             if resumes:
                 self._resume()
             else:
@@ -110,9 +110,6 @@ class Supervisor:
         if decision.action == "give_up":
             return self._give_up(decision.reason, ends)
         return self._finish(JobState.SUCCEEDED, "", 0)
-
-    def _duration(self, name: str, default: float) -> float:
-        return read_duration(name, default, self.launch["env"], os.environ)
 
     def _start_nodes(self) -> None:
         self.placer.begin_launch(self.launch)
@@ -151,7 +148,7 @@ class Supervisor:
                 except (LaunchError, OSError) as error:
                     return ExitDecision(action="give_up", reason=f"the nodes could not be started again: {error}")
             elif decision.action in ("fail", "dismiss"):
-                deadline = deadline or time.monotonic() + self.peer_grace
+                deadline = deadline or time.monotonic() + self.stop_grace
                 if not alive or time.monotonic() > deadline:
                     return decision
             elif decision.action != "wait":

@@ -35,8 +35,7 @@ def materialized(home: Path, engine: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTRAIN_HOME", str(home))
         patch.setenv("DTRAIN_PRICES", str(home / "prices.csv"))
-        patch.setenv("DTRAIN_CALENDAR", "none")
-        patch.setenv("DTRAIN_DATA_ENGINE", engine)
+        patch.setenv("DTRAIN_OPTIONS", f"calendar=none data_engine={engine}")
         result = dg.materialize([stock_prices, sharded_dataset], resources=build_resources(load_settings()))
     [made] = result.asset_materializations_for_node("sharded_dataset")
     found = Page(made.metadata)
@@ -74,7 +73,7 @@ def test_what_is_masked_is_told_where_the_command_is_read(
     frame.to_csv(tmp_path / "raw.csv", index=False)
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DTRAIN_PRICES", str(tmp_path / "raw.csv"))
-    monkeypatch.setenv("DTRAIN_CALENDAR", "none")
+    monkeypatch.setenv("DTRAIN_OPTIONS", "calendar=none")
     dg.materialize([stock_prices], resources=build_resources(load_settings()))
     said = capfd.readouterr().err
     assert "WARNING" in said

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from dtrain_dagster.cli.main import main
 
-NEEDED = {"DTRAIN_COMMAND_TRACKING": "off"}
+NEEDED = {"DTRAIN_OPTIONS": "command_tracking=off"}
 
 
 def dtrain(home: Path, *words: str) -> Result:

@@ -27,7 +27,7 @@ DRAWN = {"DTRAIN_JOB_TOKEN", "DTRAIN_LAUNCH_SECRET_FILE", "MASTER_PORT"}
 
 def dtrain(folder: Path, *words: str, **env: str) -> Result:
     """A command of a person whose home is in this folder."""
-    own = {"DTRAIN_HOME": str(folder / "home"), "DTRAIN_COMMAND_TRACKING": "off", **env}
+    own = {"DTRAIN_HOME": str(folder / "home"), "DTRAIN_OPTIONS": "command_tracking=off", **env}
     return CliRunner().invoke(main, words, env=own)
 
 
@@ -100,7 +100,11 @@ def test_slurm_gets_the_command_and_the_script_that_were_printed(tmp_path: Path,
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     words = ("train", "--dataset", "walks", "--nodes", "1", "--name", "night", "--set", "training.epochs=1")
-    env = {"DTRAIN_CLUSTER": "slurm", "DTRAIN_SLURM_PARTITION": "gpu", "DTRAIN_SLURM_SETUP": "module load cuda"}
+    env = {
+        "DTRAIN_CLUSTER": "slurm",
+        "DTRAIN_SLURM_PARTITION": "gpu",
+        "DTRAIN_SLURM_OPTIONS": "setup='module load cuda'",
+    }
     dry = dtrain(tmp_path, *words, "--dry-run", **env)
     assert dry.exit_code == 0, dry.output
     assert "ok: slurm: slurm 25.11 answers" in dry.stderr

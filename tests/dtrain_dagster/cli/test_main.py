@@ -51,7 +51,7 @@ if "wait" in sys.argv:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     (tmp_path / "s.py").write_text(SCRIPT)
-    with shell_in(tmp_path, DTRAIN_NODES="2", DTRAIN_COMMAND_TRACKING="off") as made:
+    with shell_in(tmp_path, DTRAIN_NODES="2", DTRAIN_OPTIONS="command_tracking=off") as made:
         yield made
 
 

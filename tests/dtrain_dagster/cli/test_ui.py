@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import urllib.error
 import urllib.request
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from dtrain_dagster.cli.ui import HOST, _served_beside
+from dtrain_dagster.settings.environment import setting
 from dtrain_dagster.web.server import address, listener
 
-VARIABLE = "DTRAIN_DASHBOARD_URL"
+SETTING = "dashboard_url"
 
 
 def answers(url: str) -> bool:
@@ -29,9 +29,9 @@ def test_a_page_beside_dagsters_has_a_free_port_that_links_follow_and_ends_with_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with listener(HOST, 0) as taken, _served_beside("jobs", taken.getsockname()[1], VARIABLE):
-        url = os.environ.pop(VARIABLE)
+    monkeypatch.delenv("DTRAIN_OPTIONS", raising=False)
+    with listener(HOST, 0) as taken, _served_beside("jobs", taken.getsockname()[1], SETTING):
+        url = setting(SETTING)
         assert url != address(taken)
         deadline = time.monotonic() + 60
         while not answers(url):
@@ -43,6 +43,6 @@ def test_a_page_beside_dagsters_has_a_free_port_that_links_follow_and_ends_with_
 @pytest.mark.slow
 def test_an_address_that_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
-    monkeypatch.setenv(VARIABLE, "https://pages.example.org")
-    with _served_beside("jobs", 0, VARIABLE):
-        assert os.environ[VARIABLE] == "https://pages.example.org"
+    monkeypatch.setenv("DTRAIN_OPTIONS", f"{SETTING}=https://pages.example.org")
+    with _served_beside("jobs", 0, SETTING):
+        assert setting(SETTING) == "https://pages.example.org"

@@ -172,8 +172,9 @@ def test_a_claim_without_an_outcome_is_never_repeated(tmp_path: Path, hook: Hook
 
 def test_the_notice_has_links(tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     rundir = ended_job(tmp_path, "succeeded")
-    monkeypatch.setenv("DTRAIN_DASHBOARD_URL", "https://runs.example/dtrain/")
-    monkeypatch.setenv("DTRAIN_DAGSTER_URL", "https://dagster.example")
+    monkeypatch.setenv(
+        "DTRAIN_OPTIONS", "dashboard_url=https://runs.example/dtrain/ dagster_url=https://dagster.example"
+    )
     run_id = "b41d1ccc-7629-4b3c-86dc-27b31d506b42"
     rundir.write_json(OWNER, {"dagster_run_id": run_id})
     tell(rundir)

@@ -32,7 +32,7 @@ GPU = "Standard_NC6s_v3@gpu"
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "site.json"
     path.write_text('{"gpu": 2.5, "gpu,long": 1.25}')
-    given = {"HOME": str(tmp_path), "CLUSTER": "slurm", "SLURM_PRICES": str(path), "SLURM_PARTITION": "gpu"}
+    given = {"HOME": str(tmp_path), "CLUSTER": "slurm", "SLURM_OPTIONS": f"prices={path}", "SLURM_PARTITION": "gpu"}
     for name, value in given.items():
         monkeypatch.setenv(f"DTRAIN_{name}", value)
     return path
@@ -74,9 +74,9 @@ def test_a_partition_without_a_price_is_refused_before_anything_runs(table: Path
     table.unlink()
     with pytest.raises(SettingsError, match="cannot be read"):
         cluster()
-    monkeypatch.delenv("DTRAIN_SLURM_PRICES")
+    monkeypatch.delenv("DTRAIN_SLURM_OPTIONS")
     assert cluster().sku == "Standard_NC6s_v3"
-    with pytest.raises(PriceError, match="set DTRAIN_SLURM_PRICES to the site's table"):
+    with pytest.raises(PriceError, match="set prices in DTRAIN_SLURM_OPTIONS to the site's table"):
         price_of(GPU)
     assert hardware_of(GPU).sku == GPU, "its hardware is known still"
 

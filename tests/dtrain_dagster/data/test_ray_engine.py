@@ -122,7 +122,7 @@ def test_workers_that_die_again_and_again_and_refusals_are_told_apart(
         raise DataError("window = 60: of no use")
 
     monkeypatch.setattr(engines, "RETRIES", 1)
-    with pytest.raises(DataEngineError, match=r"DTRAIN_DATA_ENGINE=ray: .*died"):
+    with pytest.raises(DataEngineError, match=r"data_engine=ray: .*died"):
         list(engine.map_tickers(frames_of(1, 10), killed_always))
     with pytest.raises(DataError, match="window = 60: of no use"):
         list(engine.map_tickers(frames_of(1, 10), refused))

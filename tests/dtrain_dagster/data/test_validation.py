@@ -137,7 +137,7 @@ def test_survivors_only_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("calendar", ["NEWYORK", "", "xnyz"])
 def test_an_unknown_calendar_is_refused(calendar: str, tmp_path: Path) -> None:
     ref = write(long_frame(), tmp_path)
-    with pytest.raises(DataError, match=f"DTRAIN_CALENDAR='{calendar}' is not an exchange calendar.*XNYS"):
+    with pytest.raises(DataError, match=rf"calendar='{calendar}' \(DTRAIN_OPTIONS\) is not an exchange calendar.*XNYS"):
         validate_prices(ref, calendar)
 
 
@@ -146,7 +146,7 @@ def test_days_that_a_calendar_does_not_know_are_refused(first: str, tmp_path: Pa
     days = pd.bdate_range("2020-01-02", periods=100).strftime("%Y-%m-%d")
     frame = pd.DataFrame({"date": [first, *days], "AAA": np.linspace(1, 2, 101)})
     ref = write_prices(price_source(save(frame, tmp_path / "old.csv")), str(tmp_path))
-    with pytest.raises(DataError, match=f"DTRAIN_CALENDAR='XKRX' does not cover {first}"):
+    with pytest.raises(DataError, match=rf"calendar='XKRX' \(DTRAIN_OPTIONS\) does not cover {first}"):
         validate_prices(ref, "XKRX")
 
 

@@ -159,7 +159,7 @@ def with_past_runs(home: Path, finished: tuple[Path, RunDir, JobConfig], *skus: 
 @pytest.mark.parametrize(
     ("given", "sku"),
     [
-        ({"CLUSTER": "slurm", "SLURM_PARTITION": "gpu", "SLURM_PRICES": "site.json"}, f"{SKU}@gpu"),
+        ({"CLUSTER": "slurm", "SLURM_PARTITION": "gpu", "SLURM_OPTIONS": "prices=site.json"}, f"{SKU}@gpu"),
         ({"GPU_TYPE": SKU.upper()}, SKU),
     ],
     ids=["a site's price", "another case of letters"],

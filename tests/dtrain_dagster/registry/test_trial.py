@@ -46,7 +46,7 @@ def test_a_deleted_experiment_is_refused_with_the_command_that_brings_it_back(ur
     client = MlflowClient(uri)
     number = client.create_experiment("mine")
     client.delete_experiment(number)
-    said = rf"experiment 'mine' was deleted: .*mlflow experiments restore --experiment-id {number}.*DTRAIN_EXPERIMENT"
+    said = rf"experiment 'mine' was deleted: .*mlflow experiments restore --experiment-id {number}.*DTRAIN_OPTIONS"
     with pytest.raises(RegistryError, match=said):
         MLflowRegistry(uri).try_out("m", "mine")
     client.restore_experiment(number)
@@ -56,8 +56,8 @@ def test_a_deleted_experiment_is_refused_with_the_command_that_brings_it_back(ur
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("experiments", r"experiment 'mine' cannot be written to .*may only be read.*DTRAIN_EXPERIMENT"),
-        ("experiment_tags", r"experiment 'mine' cannot be written to .*DTRAIN_EXPERIMENT"),
+        ("experiments", r"experiment 'mine' cannot be written to .*may only be read.*experiment in DTRAIN_OPTIONS"),
+        ("experiment_tags", r"experiment 'mine' cannot be written to .*experiment in DTRAIN_OPTIONS"),
         ("registered_models", r"registered model 'm' cannot be written to .*DTRAIN_MODEL_NAME"),
         ("registered_model_tags", r"registered model 'm' cannot be written to .*DTRAIN_MODEL_NAME"),
     ],

@@ -107,7 +107,11 @@ def test_a_trial_is_what_the_script_makes_of_its_arguments(tmp_path: Path, monke
 def test_a_script_is_searched_on_the_cluster(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SCRIPT)
     env = {name: value for name, value in os.environ.items() if not name.startswith("DTRAIN_")}
-    env |= {"DTRAIN_HOME": str(tmp_path / "home"), "DTRAIN_THREADS_PER_RANK": "1", "DTRAIN_COMMAND_TRACKING": "off"}
+    env |= {
+        "DTRAIN_HOME": str(tmp_path / "home"),
+        "DTRAIN_THREADS_PER_RANK": "1",
+        "DTRAIN_OPTIONS": "command_tracking=off",
+    }
     space = json.dumps({"args.width": [4, 16], "args.flat": [True, False]})
     asked = [DTRAIN, "search", "--script", "net.py", "--space", space, "--trials", "2", "--nodes", "2", "--json",
              "--sampler", "random", "--pruner", "none", "--name", "wide", "--", "--lr", "0.02"]  # fmt: skip

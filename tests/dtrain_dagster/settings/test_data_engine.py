@@ -6,6 +6,6 @@ from dtrain_dagster.settings.environment import SettingsError, load_settings
 
 
 def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DTRAIN_DATA_ENGINE", "spark")
-    with pytest.raises(SettingsError, match="DTRAIN_DATA_ENGINE='spark'"):
+    monkeypatch.setenv("DTRAIN_OPTIONS", "data_engine=spark")
+    with pytest.raises(SettingsError, match="DTRAIN_OPTIONS: data_engine='spark'"):
         load_settings()

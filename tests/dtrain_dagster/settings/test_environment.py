@@ -12,8 +12,17 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import DEFAULT_CHAIN, DEFAULT_CH
 from dtrain_dagster.clusters.base import ClusterError
 from dtrain_dagster.costs.prices import hardware_of
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.settings.environment import BUYABLE_GPU_TYPE, Settings, SettingsError, load_settings
+from dtrain_dagster.settings.azure import AzureSettings
+from dtrain_dagster.settings.environment import (
+    BUYABLE_GPU_TYPE,
+    Settings,
+    SettingsError,
+    load_settings,
+    setting,
+    suggest_option,
+)
 from dtrain_dagster.settings.home import MARKER, find_home, make_home
+from dtrain_dagster.settings.slurm import SlurmSettings
 from dtrain_dagster.settings.variables import find_unknown_variables, known_variables
 
 
@@ -23,6 +32,48 @@ def test_defaults_need_no_environment(monkeypatch, tmp_path):
     assert settings.nodes == 3
     assert settings.storage_uri == str(tmp_path / ".dtrain" / "storage")
     assert settings.tracking_uri == f"sqlite:///{tmp_path}/.dtrain/mlflow.db"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("preflight=/opt/check", r"^DTRAIN_OPTIONS: preflight='/opt/check' \(.*give off, quick, full"),
+        ("idle_minutes=0", r"^DTRAIN_OPTIONS: idle_minutes='0' \(.*greater than 0; unset it for the default, 10"),
+        ("idle_minute=5", r"takes words name=value: idle_minute is not a setting: did you mean idle_minutes\?"),
+        ("nodes=5", r"nodes is not a setting: "),
+        ("calendar", "takes words name=value"),
+        ("preflight='full", "quote it as a shell does"),
+    ],
+)
+def test_a_word_of_the_options_that_cannot_be_used_is_refused_by_name(monkeypatch, text, said):
+    monkeypatch.setenv("DTRAIN_OPTIONS", text)
+    with pytest.raises(SettingsError, match=said):
+        load_settings()
+
+
+def test_options_are_words_as_a_shell_quotes_them(monkeypatch):
+    monkeypatch.setenv("DTRAIN_OPTIONS", "calendar=none preflight='full: /opt/check' dagster_url=")
+    suggest_option("calendar", "XLON")
+    suggest_option("dashboard_url", "http://127.0.0.1:1")
+    settings = load_settings(max_replacements=1)
+    assert (settings.calendar, settings.preflight, settings.max_replacements) == ("none", "full: /opt/check", 1)
+    assert settings.dagster_url == "http://127.0.0.1:3000", "an empty one counts as unset"
+    assert setting("dashboard_url") == settings.dashboard_url == "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "said"),
+    [
+        (Settings, "DTRAIN_CALENDAR", "in DTRAIN_OPTIONS now: set that to 'calendar=…'"),
+        (Settings, "DTRAIN_PEER_GRACE_SECONDS", "is gone: DTRAIN_STOP_GRACE_SECONDS"),
+        (AzureSettings, "DTRAIN_AZURE_CHAIN", "in DTRAIN_AZURE_OPTIONS now"),
+        (SlurmSettings, "DTRAIN_SLURM_PRICES", "in DTRAIN_SLURM_OPTIONS now"),
+    ],
+)
+def test_a_variable_of_before_is_refused_with_what_replaces_it(monkeypatch, kind, variable, said):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingsError, match=f"^{variable} .*{said}.*and unset this"):
+        kind.read()
 
 
 def test_environment_is_read(monkeypatch, tmp_path):
@@ -39,7 +90,6 @@ def test_environment_is_read(monkeypatch, tmp_path):
         ("DTRAIN_HOME", "/a?b", "that has one): its path holds '?'"),
         ("DTRAIN_NODES", "three", "valid integer"),
         ("DTRAIN_NODES", "0", "greater than or equal to 1"),
-        ("DTRAIN_PREFLIGHT", "/opt/check", "give off, quick, full"),
         ("DTRAIN_CLUSTER", "gke", "'local'"),
         ("DTRAIN_CLUSTER_NAME", "my cluster", "pattern"),
         ("DTRAIN_TIER", "low_priority", "must be one or more of dedicated, spot"),
@@ -71,7 +121,7 @@ def on_azure(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 
 
 def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
-    on_azure(monkeypatch, DTRAIN_AZURE_CHAIN="Standard_NC4as_T4_v3, Standard_NC24ads_A100_v4")
+    on_azure(monkeypatch, DTRAIN_AZURE_OPTIONS="chain=Standard_NC4as_T4_v3,Standard_NC24ads_A100_v4")
     cluster = build_resources(load_settings())["cluster"]
     assert cluster.shared_uri == "az://dtrain/team"
     assert cluster.azure_options().chain == ("Standard_NC4as_T4_v3", "Standard_NC24ads_A100_v4")
@@ -79,17 +129,15 @@ def test_the_azure_path_is_set_by_its_own_variables(monkeypatch):
 
 
 def test_a_pre_flight_is_refused_where_no_agent_makes_it(monkeypatch):
-    on_azure(monkeypatch, DTRAIN_PREFLIGHT="full")
-    with pytest.raises(SettingsError, match=r"DTRAIN_PREFLIGHT='full' cannot be used .* unset it"):
+    on_azure(monkeypatch, DTRAIN_OPTIONS="preflight=full")
+    with pytest.raises(SettingsError, match=r"preflight='full' cannot be used .* unset it"):
         load_settings()
-    monkeypatch.setenv("DTRAIN_PREFLIGHT", "")
-    assert load_settings().preflight == ""
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
 def test_a_pre_flight_goes_into_each_launch(monkeypatch, kind):
     monkeypatch.setenv("DTRAIN_CLUSTER", kind)
-    monkeypatch.setenv("DTRAIN_PREFLIGHT", "full: /opt/check")
+    monkeypatch.setenv("DTRAIN_OPTIONS", "preflight='full: /opt/check'")
     manager = build_resources(load_settings())["cluster"].manager()
     assert manager.settings.preflight == "full: /opt/check"
 
@@ -147,28 +195,28 @@ def test_without_a_chain_what_has_as_many_gpus_and_a_price_is_tried(monkeypatch,
     [
         ({"DTRAIN_AZURE_WORKSPACE": ""}, "DTRAIN_AZURE_WORKSPACE (Azure ML workspace) is not set"),
         ({"DTRAIN_AZURE_SUBSCRIPTION_ID": "mine"}, "az account show"),
-        ({"DTRAIN_AZURE_SUBNET": "s"}, "DTRAIN_AZURE_SUBNET='s'"),
-        ({"DTRAIN_AZURE_IDENTITY": "me"}, "DTRAIN_AZURE_IDENTITY='me'"),
-        ({"DTRAIN_AZURE_CHAIN": "NC6"}, "NC6 is no size such as"),
+        ({"DTRAIN_AZURE_OPTIONS": "subnet=s"}, "DTRAIN_AZURE_OPTIONS: subnet='s'"),
+        ({"DTRAIN_AZURE_OPTIONS": "identity=me"}, "DTRAIN_AZURE_OPTIONS: identity='me'"),
+        ({"DTRAIN_AZURE_OPTIONS": "chain=NC6"}, "NC6 is no size such as"),
         ({"DTRAIN_CLUSTER_NAME": "a-name-that-is-too-long"}, "DTRAIN_CLUSTER_NAME=a-name-that-is-too-long must be"),
-        ({"DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS": "0"}, "DTRAIN_AZURE_QUEUE_DEADLINE_SECONDS"),
+        ({"DTRAIN_AZURE_OPTIONS": "queue_deadline_seconds=0"}, "queue_deadline_seconds='0'"),
         ({"DTRAIN_STORAGE": ""}, "az://container/path"),
         (
-            {"DTRAIN_AZURE_CHAIN": "Standard_NC4as_T4_v3,Standard_Unpriced"},
+            {"DTRAIN_AZURE_OPTIONS": "chain=Standard_NC4as_T4_v3,Standard_Unpriced"},
             "no price is known for SKU 'Standard_Unpriced'",
         ),
         ({"DTRAIN_TIER": "cheap"}, "cheap"),
         (
             {
                 "DTRAIN_GPU_TYPE": "Standard_NC40ads_H100_v5",
-                "DTRAIN_AZURE_CHAIN": "Standard_NC40ads_H100_v5",
+                "DTRAIN_AZURE_OPTIONS": "chain=Standard_NC40ads_H100_v5",
                 "DTRAIN_TIER": "dedicated,spot",
             },
-            "Standard_NC40ads_H100_v5 (Spot) may be bought (DTRAIN_GPU_TYPE, DTRAIN_AZURE_CHAIN, DTRAIN_TIER): "
-            "no spot price of Standard_NC40ads_H100_v5 in eastus is known",
+            "Standard_NC40ads_H100_v5 (Spot) may be bought (DTRAIN_GPU_TYPE, DTRAIN_TIER, chain in "
+            "DTRAIN_AZURE_OPTIONS): no spot price of Standard_NC40ads_H100_v5 in eastus is known",
         ),
         (
-            {"DTRAIN_AZURE_CHAIN": "Standard_NC40ads_H100_v5", "DTRAIN_TIER": "spot"},
+            {"DTRAIN_AZURE_OPTIONS": "chain=Standard_NC40ads_H100_v5", "DTRAIN_TIER": "spot"},
             "`dtrain cost --refresh --region eastus --sku Standard_NC40ads_H100_v5`",
         ),
     ],
@@ -196,7 +244,7 @@ def test_the_azure_path_loads_without_the_sdk_and_without_a_network(monkeypatch)
 
 
 def test_tiers_and_idle_time_are_asked_once_for_every_kind_of_cluster(monkeypatch):
-    on_azure(monkeypatch, DTRAIN_TIER="spot, dedicated, spot", DTRAIN_IDLE_MINUTES="2.5")
+    on_azure(monkeypatch, DTRAIN_TIER="spot, dedicated, spot", DTRAIN_OPTIONS="idle_minutes=2.5")
     cluster = build_resources(load_settings())["cluster"]
     assert (cluster.first_tier, cluster.tier) == ("spot", "spot")
     options = cluster.azure_options()
@@ -204,8 +252,8 @@ def test_tiers_and_idle_time_are_asked_once_for_every_kind_of_cluster(monkeypatc
 
 
 def test_an_idle_time_beyond_what_azure_takes_is_refused(monkeypatch):
-    on_azure(monkeypatch, DTRAIN_IDLE_MINUTES="2000")
-    with pytest.raises(SettingsError, match=r"DTRAIN_IDLE_MINUTES=2000 is not between .* the 1440"):
+    on_azure(monkeypatch, DTRAIN_OPTIONS="idle_minutes=2000")
+    with pytest.raises(SettingsError, match=r"idle_minutes=2000 is not between .* the 1440"):
         build_resources(load_settings())
 
 
@@ -213,7 +261,7 @@ def test_an_idle_time_beyond_what_azure_takes_is_refused(monkeypatch):
     ("field", "value", "said"),
     [
         ("cluster_name", "twenty-letters-is-more", "DTRAIN_CLUSTER_NAME"),
-        ("azure", {"idle_seconds": 0}, "DTRAIN_IDLE_MINUTES=0"),
+        ("azure", {"idle_seconds": 0}, "idle_minutes=0"),
         ("azure", {"tiers": []}, "tiers is empty"),
         ("azure", {"chain": ["a V100"]}, "a V100 is no size such as"),
         ("azure", {"spot": True}, "spot is not a setting"),

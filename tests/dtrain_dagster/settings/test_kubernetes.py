@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.settings.environment import SettingsError
+from dtrain_dagster.settings.environment import SettingsError, variable_of
 from dtrain_dagster.settings.kubernetes import PREFIX, KubernetesSettings
 
 
 def read(monkeypatch: pytest.MonkeyPatch, **variables: str) -> KubernetesSettings:
-    for name, value in variables.items():
+    own = {name: value for name, value in variables.items() if name not in KubernetesSettings.OPTIONS}
+    for name, value in own.items():
         monkeypatch.setenv(f"{PREFIX}{name.upper()}", value)
+    words = [f"{name}={value}" for name, value in variables.items() if name not in own]
+    monkeypatch.setenv(f"{PREFIX}OPTIONS", shlex.join(words))
     return KubernetesSettings.of(json.loads(json.dumps(KubernetesSettings.read().options())))
 
 
@@ -46,7 +50,7 @@ def test_volumes_and_a_template_are_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("spec: {containers: [{name: logs, image: x}]}", "it has the container logs"),
         (
             "spec: {containers: [{name: node, env: [{name: A, value: 'postgresql://me:secret@host/db'}]}]}",
-            "POD_TEMPLATE",
+            "pod_template",
         ),
     ],
 )
@@ -75,7 +79,7 @@ def test_a_template_that_cannot_be_used_is_refused(
 def test_what_cannot_be_used_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str):
     with pytest.raises(SettingsError) as refused:
         read(monkeypatch, **{"image": "dtrain:1", name: value})
-    assert f"{PREFIX}{name.upper()}" in str(refused.value)
+    assert variable_of(KubernetesSettings, name) in str(refused.value)
     assert said in str(refused.value)
 
 

@@ -12,10 +12,10 @@ from dtrain_dagster.settings.ray import RaySettings
     ("name", "value", "said"),
     [
         ("ADDRESS", "head", "DTRAIN_RAY_ADDRESS"),
-        ("RESOURCES", "GPU=1", "DTRAIN_NODE_GPUS"),
-        ("RESOURCES", "memory=9", "DTRAIN_NODE_MEMORY_GIB"),
+        ("OPTIONS", "resources=GPU=1", "DTRAIN_NODE_GPUS"),
+        ("OPTIONS", "resources=memory=9", "DTRAIN_NODE_MEMORY_GIB"),
         ("GPUS", "1", "DTRAIN_RAY_GPUS is DTRAIN_NODE_GPUS now"),
-        ("RESOURCES", "disk", "give name=amount"),
+        ("OPTIONS", "resources=disk", "give name=amount"),
     ],
 )
 def test_unusable_values_are_refused_with_the_setting(

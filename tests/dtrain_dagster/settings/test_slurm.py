@@ -14,13 +14,13 @@ from dtrain_dagster.settings.slurm import SlurmSettings, read_partition_prices
     ("name", "value", "said"),
     [
         ("PARTITION", "gpu; rm -rf /", "DTRAIN_SLURM_PARTITION"),
-        ("HOST", "-oProxyCommand=sh", "DTRAIN_SLURM_HOST"),
+        ("OPTIONS", "host=-oProxyCommand=sh", "DTRAIN_SLURM_OPTIONS: host"),
         ("MEMORY", "8G", "DTRAIN_SLURM_MEMORY is DTRAIN_NODE_MEMORY_GIB now"),
-        ("EXTRA", "--time=5", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
-        ("EXTRA", "-p gpu", "is not an option of sbatch"),
-        ("EXTRA", "--export=PATH,TOKEN=planted", "takes names of variables alone"),
-        ("EXTRA", "--export=ALL", "takes names of variables alone"),
-        ("TIME_LIMIT_MINUTES", "1", "DTRAIN_SLURM_TIME_LIMIT_MINUTES"),
+        ("OPTIONS", "extra=--time=5", "set time_limit_minutes in DTRAIN_SLURM_OPTIONS"),
+        ("OPTIONS", "extra='-p gpu'", "is not an option of sbatch"),
+        ("OPTIONS", "extra=--export=PATH,TOKEN=planted", "takes names of variables alone"),
+        ("OPTIONS", "extra=--export=ALL", "takes names of variables alone"),
+        ("OPTIONS", "time_limit_minutes=1", "DTRAIN_SLURM_OPTIONS: time_limit_minutes"),
     ],
 )
 def test_unusable_values_are_refused_with_the_setting(
@@ -32,7 +32,7 @@ def test_unusable_values_are_refused_with_the_setting(
 
 
 def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DTRAIN_SLURM_EXTRA", "--nice=100 '--comment=a b' --export=PATH,HF_HOME")
+    monkeypatch.setenv("DTRAIN_SLURM_OPTIONS", "extra=\"--nice=100 '--comment=a b' --export=PATH,HF_HOME\"")
     found = SlurmSettings.read().options()
     assert found["extra"] == ["--nice=100", "--comment=a b", "--export=PATH,HF_HOME"]
 
@@ -40,8 +40,8 @@ def test_lists_are_read(monkeypatch: pytest.MonkeyPatch):
 def test_prices_of_partitions_are_checked_where_they_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert read_partition_prices() == {}
     path = tmp_path / "prices.json"
-    monkeypatch.setenv("DTRAIN_SLURM_PRICES", str(path))
-    with pytest.raises(SettingsError, match=r"DTRAIN_SLURM_PRICES=.*: it cannot be read as JSON"):
+    monkeypatch.setenv("DTRAIN_SLURM_OPTIONS", f"prices={path}")
+    with pytest.raises(SettingsError, match=r"DTRAIN_SLURM_OPTIONS: prices=.*: it cannot be read as JSON"):
         read_partition_prices()
     for text in (
         "[2.5]",

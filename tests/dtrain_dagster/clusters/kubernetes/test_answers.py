@@ -128,7 +128,7 @@ def test_a_node_that_we_delete_ourselves_is_not_lost():
         ),
         (
             read(job(), warnings=[event("FailedCreate", 'violates PodSecurity "restricted"')]),
-            "see DTRAIN_KUBERNETES_POD_TEMPLATE",
+            "see the pod_template of DTRAIN_KUBERNETES_OPTIONS",
         ),
         (
             read(job(), pod("Pending", host="", conditions=[condition("PodScheduled", "False", message="0/2 nodes")])),

@@ -128,7 +128,7 @@ def test_a_ray_cluster_is_what_its_settings_say(version: str):
     ports = {port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]}
     text, service = (FOLDER / "ray" / "raycluster.yaml").read_text(), f"{made['metadata']['name']}-head-svc"
     assert f"DTRAIN_RAY_ADDRESS=ray://{service}:{ports['client']}" in text
-    assert f"DTRAIN_RAY_DASHBOARD=http://{service}:{ports['dashboard']}" in text
+    assert f"DTRAIN_RAY_OPTIONS=dashboard=http://{service}:{ports['dashboard']}" in text
     mounts = [group["template"]["spec"]["containers"][0]["volumeMounts"] for group in (head, workers)]
     (deployment,) = values()["dagster-user-deployments"]["deployments"]
     assert mounts == [deployment["volumeMounts"]] * 2

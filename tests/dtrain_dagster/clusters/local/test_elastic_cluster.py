@@ -116,7 +116,7 @@ def test_a_node_is_lost_as_a_whole(cluster, elastic):
 
 
 def test_a_frozen_node_does_not_keep_a_job_that_is_done(cluster, elastic):
-    grace = {"DTRAIN_PEER_GRACE_SECONDS": "0.1", "DTRAIN_STOP_GRACE_SECONDS": "0.1"}
+    grace = {"DTRAIN_STOP_GRACE_SECONDS": "0.1"}
     elastic("frozen", "work()", env=grace)
     frozen = started(cluster, 1, 1, 1)["pid"]
     started(cluster, 1, 0, 1)

@@ -79,7 +79,7 @@ def test_the_process_that_fails_first_ends_the_job_and_is_named(cluster):
         sys.exit(3)
     time.sleep(300)
     """
-    cluster.submit("fails", script, nodes=3, env={"DTRAIN_PEER_GRACE_SECONDS": "0.2"})
+    cluster.submit("fails", script, nodes=3, env={"DTRAIN_STOP_GRACE_SECONDS": "0.2"})
     status = cluster.wait("fails")
     assert status.state is JobState.FAILED
     assert "rank 1 on node 1 failed first (exit code 3)" in status.message

@@ -26,7 +26,7 @@ def read(state: str, code: int | None = None, why: str = "", **demand: float) ->
         ({"CPU": 8.0}, "no machine is free"),
         ({"CPU": 64.0}, "no machine is large enough (CPU 64, the largest has 8): lower DTRAIN_NODE_CPUS, or add one"),
         ({"CPU": 1.0, "GPU": 2.0}, "(GPU 2, the largest has 1): lower DTRAIN_NODE_GPUS"),
-        ({"fast": 1.0}, "(fast 1, the largest has 0): lower DTRAIN_RAY_RESOURCES"),
+        ({"fast": 1.0}, "(fast 1, the largest has 0): lower resources in DTRAIN_RAY_OPTIONS"),
     ],
 )
 def test_what_waits_says_why(demand: dict[str, float], said: str) -> None:

@@ -107,7 +107,7 @@ def test_what_sbatch_says_is_told_with_the_setting():
     assert remedy_of(said) == "correct DTRAIN_SLURM_PARTITION"
     assert remedy_of("sbatch: error: Invalid generic resource (gres) specification").endswith("DTRAIN_NODE_GPUS")
     both = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
-    assert remedy_of(both).startswith("correct --account in DTRAIN_SLURM_EXTRA")
+    assert remedy_of(both).startswith("correct --account in DTRAIN_SLURM_OPTIONS")
     assert is_unreachable("squeue: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     assert not is_unreachable(said)
 
@@ -124,8 +124,8 @@ def test_a_queue_that_is_full_is_told_from_a_job_that_is_too_large():
     assert is_full(POLICY.format(""))
     too_long = POLICY.format("QOSMaxWallDurationPerJobLimit")
     assert not is_full(too_long), "it would wait for ever"
-    assert remedy_of(too_long) == "lower DTRAIN_SLURM_TIME_LIMIT_MINUTES"
-    assert "--qos in DTRAIN_SLURM_EXTRA" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
+    assert remedy_of(too_long) == "lower time_limit_minutes in DTRAIN_SLURM_OPTIONS"
+    assert "--qos in DTRAIN_SLURM_OPTIONS" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
 
 
 def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_agent():

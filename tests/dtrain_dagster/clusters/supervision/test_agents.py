@@ -48,7 +48,7 @@ class Job:
         path.write_text(HEAD.format(out=str(folder)) + textwrap.dedent(script))
         self.launch: dict[str, Any] = {
             "job_id": "one", "token": os.urandom(24).hex(), "launch": 1, "node_count": nodes, "elastic": True,
-            "env": {"DTRAIN_STOP_GRACE_SECONDS": "3", "DTRAIN_PEER_GRACE_SECONDS": "1"},
+            "env": {"DTRAIN_STOP_GRACE_SECONDS": "3"},
             "processes_per_node": processes, "threads_per_rank": 1,
             "command": [sys.executable, str(path)], "master_port": None, "engine": "ray",
             "max_replacements": 3, "replacement_delay_seconds": 0.0, "preflight": "off", **fields,

@@ -80,7 +80,7 @@ class Job:
         self.rundir = RunDir(str(folder))
         launch = {
             "job_id": "one", "token": "ab" * 24, "launch": 1, "node_count": nodes, "processes_per_node": 1,
-            "env": {"DTRAIN_PEER_GRACE_SECONDS": "0.05"},
+            "env": {"DTRAIN_STOP_GRACE_SECONDS": "0.05"},
             "elastic": True, "max_replacements": 2, "replacement_delay_seconds": 0.0,
         }  # fmt: skip
         self.rundir.write_json(LAUNCH, launch)
@@ -194,7 +194,7 @@ def test_a_job_of_which_no_node_passes_its_pre_flight_says_what_failed(make: Cal
     job.rundir.write_node(NodePresence(node_id=0, launch=1, incarnation=3, started_at=1.0, ended_at=2.0, **said))
     message = job.run()["message"]
     assert message.startswith("no node passed its pre-flight: the fan is broken (node 0 on this machine). Repair these")
-    assert "DTRAIN_PREFLIGHT=off" in message
+    assert "preflight=off in DTRAIN_OPTIONS" in message
     assert job.placer.started == [(1, 0, 1), (1, 0, 2), (1, 0, 3)]
 
 
