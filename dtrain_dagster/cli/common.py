@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,23 @@ def console() -> Console:
     """Return the console to print to."""
     made = Screen()
     return made if made.is_terminal else Screen(width=PIPE_COLUMNS)
+
+
+def gathers(kind: type[Any], name: str, *options: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what gives a command these options, whose values it gets together: as ``name``, a dataclass of this
+    ``kind``, which has a field for each."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            own = {field.name: given.pop(field.name) for field in fields(kind)}
+            command(**{name: kind(**own)}, **given)
+
+        for option in reversed(options):
+            run = option(run)
+        return run
+
+    return decorate
 
 
 def json_option(help_text: str = "Print one JSON document instead.") -> Callable[..., Any]:

@@ -21,16 +21,15 @@ from dtrain_dagster.cli.ceilings import promising, tell_ceilings
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, say
 from dtrain_dagster.cli.follow import fleet_screen, fleet_table, headline, name_some, warn
 from dtrain_dagster.cli.job_options import (
-    job_of_options,
+    Asked,
     order_script,
     read_file,
     say_what_is_wrong,
     with_reachable_data,
 )
 from dtrain_dagster.cli.plan_lines import past_forecasts, sku_of
-from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command_again
+from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command
 from dtrain_dagster.cli.tracking import FLEET_TAG, record_fleet, track
-from dtrain_dagster.cli.train import as_overrides
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
 from dtrain_dagster.clusters.notices import FLEET
 from dtrain_dagster.costs.estimate import Forecast
@@ -125,7 +124,7 @@ def orchestrate(settings: Settings, records: FleetRecords, source: JobSource) ->
     tell = partial(warn, shown)
 
     def go_on() -> None:
-        say_that_jobs_go_on(f"jobs of fleet {records.name}", records.name, this_command_again())
+        say_that_jobs_go_on(f"jobs of fleet {records.name}", records.name, this_command())
 
     with fleet_screen(shown, watch) as show, ended_by_signals(go_on):
         runner = FleetRunner(manager, records, source, tell, processes_per_node=ranks_of(settings), env=env, tier=tier)
@@ -252,14 +251,21 @@ def _order_of(
     entry: JobEntry, settings: Settings, job_id: str, rehearsed: set[str]
 ) -> tuple[JobConfig, tuple[str, ...] | None]:
     """Return a job whose batches are planned for its nodes, and the command of its script."""
-    own = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
+    own = tuple(f"{key}={json.dumps(value)}" for key, value in entry.set.items())
+    asked = Asked(
+        config=entry.config,
+        dataset=entry.dataset,
+        model=entry.model,
+        loss=entry.loss,
+        epochs=entry.epochs,
+        overrides=own,
+        nodes=entry.nodes,
+    )
     if entry.script is not None:
-        overrides = [*as_overrides(None, None, entry.epochs), *own]
-        ordered = order_script(settings, entry.script, entry.arguments, overrides, entry.nodes, job_id)
+        ordered = order_script(settings, entry.script, entry.arguments, asked.fields(), entry.nodes, job_id)
         return ordered.job, ordered.command
-    overrides = [*as_overrides(entry.model, entry.loss, entry.epochs), *own]
     try:
-        job, _ = job_of_options(settings, entry.config, entry.dataset, overrides, entry.nodes, job_id)
+        job, _ = asked.job(settings, asked.fields(), job_id)
     except ConfigError as error:
         raise ConfigError(str(error).replace("the command line: ", "").replace("--", "")) from None
     whole = asdict(job)

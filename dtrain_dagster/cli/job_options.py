@@ -9,15 +9,16 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import chdir
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
-from dtrain_dagster.cli.common import Refusal, ranks_of, say
+from dtrain_dagster.cli.common import Refusal, gathers, ranks_of, read_settings, say
+from dtrain_dagster.cli.job_names import complete_datasets
 from dtrain_dagster.cli.start import new_job_id
 from dtrain_dagster.clusters.azure_ml.sku_chain import explain_retired
 from dtrain_dagster.clusters.ranks import explain_idle_gpus, have_gpus, hosts_of
@@ -32,7 +33,7 @@ from dtrain_dagster.jobs.orders import (
     script_trouble,
 )
 from dtrain_dagster.jobs.program import describe_needs
-from dtrain_dagster.jobs.script_job import ScriptJob, describe_script, steps_of
+from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
 from dtrain_dagster.planning.check_job import Checked, check_job, check_memory, check_strategy, data_of, room_of
 from dtrain_dagster.planning.tuned_settings import read_tuned
 from dtrain_dagster.settings.engines import engine_gpus
@@ -40,15 +41,136 @@ from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manifest import read_position
 from trainer.config import FACTORY, JOB_ID, ConfigError, JobConfig, parse_job
 from trainer.data.manifest import kind_of, load_manifest
-from trainer.data.sampler import steps_left
+from trainer.data.sampler import steps_left, steps_of
 from trainer.differences import FIXED, describe_difference, list_differences, may_change
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible
 from trainer.rundir import LIMIT, RunDir, resolve_start
 from trainer.storage.open import open_storage
+from trainer.strategies import settings_of_backend
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A training as options describe it: its data, model, loss, fields and nodes."""
+
+    config: str | None = None
+    dataset: str | None = None
+    model: str | None = None
+    loss: str | None = None
+    epochs: int | None = None
+    overrides: tuple[str, ...] = ()
+    nodes: int | None = None
+    procs_per_node: int | None = None
+
+    def settings(self) -> Settings:
+        """Return the settings, in which these options come first."""
+        return read_settings(self.procs_per_node, self.nodes)
+
+    def fields(self, backend: str | None = None) -> list[str]:
+        """Return the fields that are asked for, as ``--set`` takes them. Raise `ConfigError` for a backend that is
+        unknown."""
+        of_backend = {} if backend is None else settings_of_backend(backend)
+        named = [f"training.{field}={json.dumps(value)}" for field, value in of_backend.items()]
+        return [*as_overrides(self.model, self.loss, self.epochs), *named, *self.overrides]
+
+    def job(
+        self, settings: Settings, own: Sequence[str], job_id: str | None = None, settings_file: str | None = None
+    ) -> tuple[JobConfig, int]:
+        """Return the job that these options describe, with ``own`` fields, which come last, and the number of its
+        nodes. ``settings_file``: what was tuned. Raise as `plan_job` does."""
+        if (self.config is None) == (self.dataset is None):
+            context = click.get_current_context()
+            is_train = context.info_name == "train"
+            others = "one of --dataset, --config and --script" if is_train else "either --config or --dataset"
+            raise click.UsageError(f"give {others}", context)
+        if self.config:
+            text = read_file(self.config, f"--config {self.config}", "the job.json")
+        else:
+            has_own_model = any(field.startswith(("model=", "model.factory=")) for field in own)
+            text = dataset_config(settings, self.dataset or "", has_own_model)
+        source, given = self.config or "the command line", [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *own]
+        job, nodes = plan_job(text, source, given, self.nodes, settings)
+        if settings_file:
+            stated = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
+            found = read_tuned(settings_file)
+            tuned, words = found.settings_for(job, stated_fields(own) | stated)
+            for sentence in words:
+                say(f"note: {sentence}", err=True)
+            given += [f"{part}={json.dumps(value)}" for part, value in found.parts_for(job).items()]
+            given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none is stated
+            job, nodes = plan_job(text, source, given, self.nodes, settings)
+        return job, nodes
+
+    def refuse_beside_script(self, **more: str | None) -> None:
+        """Raise `Refusal` for an option that says what a script says itself."""
+        own = {"config": self.config, "dataset": self.dataset, "model": self.model, "loss": self.loss, **more}
+        for option, value in own.items():
+            if value is not None:
+                what = "the script has its own model, loss, data and settings"
+                raise Refusal(f"--{option} cannot be combined with --script: {what}")
+
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
+        stand for."""
+        fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
+        try:
+            yield
+        except ConfigError as error:
+            text = str(error).removeprefix("the command line: ")
+            for option, field in fields.items():
+                if getattr(self, option.removeprefix("--")) is not None:
+                    text = text.replace(field, option)
+            raise ConfigError(text) from None
+
+
+nodes_option = click.option(
+    "--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes.  [default: DTRAIN_NODES, else 3]"
+)
+processes_option = click.option(
+    "--procs-per-node",
+    type=click.IntRange(min=1),
+    metavar="P",
+    help="Processes on each node.  [default: DTRAIN_PROCESSES_PER_NODE, else one per GPU]",
+)
+training_options = gathers(
+    Asked,
+    "asked",
+    click.option("--config", metavar="JOB.JSON", type=click.Path(), help="A job.json, with any field of a job."),
+    click.option(
+        "--dataset",
+        metavar="FOLDER|ID|latest|FUNCTION",
+        shell_complete=complete_datasets,
+        help="A dataset, or a function that makes one, instead of --config.",
+    ),
+    click.option(
+        "--model", metavar="NAME", help="A stock model, such as tcn or mlp, or your own as package.module:factory."
+    ),
+    click.option(
+        "--loss", metavar="NAME", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"
+    ),
+    click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the training data."),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Any field, such as training.epochs=2. May be repeated.",
+    ),
+    nodes_option,
+    processes_option,
+)
+"""The options that describe a training, which a command gets as ``asked``."""
+
+
+def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:
+    """Return the short options as ``--set`` takes them."""
+    shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
+    return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
 
 
 def read_file(path: str, named: str, what: str) -> str:
@@ -163,45 +285,6 @@ def plan_job(
     return resolve_start(job), nodes
 
 
-def job_of_options(
-    settings: Settings,
-    config: str | None,
-    dataset: str | None,
-    asked: Sequence[str],
-    nodes: int | None,
-    job_id: str | None = None,
-    settings_file: str | None = None,
-) -> tuple[JobConfig, int]:
-    """Return the job that the options describe, and the number of its nodes. ``asked``: overrides, which come last.
-    Raise as `plan_job` does."""
-    if (config is None) == (dataset is None):
-        context = click.get_current_context()
-        others = (
-            "one of --dataset, --config and --script"
-            if context.info_name == "train"
-            else "either --config or --dataset"
-        )
-        raise click.UsageError(f"give {others}", context)
-    has_own_model = any(field.startswith(("model=", "model.factory=")) for field in asked)
-    text = (
-        read_file(config, f"--config {config}", "the job.json")
-        if config
-        else dataset_config(settings, dataset or "", has_own_model)
-    )
-    given = [*([f"job_id={json.dumps(job_id)}"] if job_id else []), *asked]
-    job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
-    if settings_file:
-        own = {"threads_per_rank"} if settings.threads_per_rank else set()  # DTRAIN_THREADS_PER_RANK
-        found = read_tuned(settings_file)
-        tuned, words = found.settings_for(job, stated_fields(asked) | own)
-        for sentence in words:
-            say(f"note: {sentence}", err=True)
-        given += [f"{part}={json.dumps(value)}" for part, value in found.parts_for(job).items()]
-        given += [f"training.{field}={json.dumps(value)}" for field, value in tuned.items()]  # none of them is stated
-        job, node_count = plan_job(text, config or "the command line", given, nodes, settings)
-    return job, node_count
-
-
 def stated_fields(asked: Sequence[str]) -> set[str]:
     """Return the fields of ``training`` that these overrides set, one by one or as a whole. Pure."""
     found: set[str] = set()
@@ -254,11 +337,6 @@ def as_begun(job: JobConfig, runs: bool = False, changes: Sequence[str] = ()) ->
         samples, plan = data_of(before).samples["train"], before.training
         steps_left(samples, position[1] % samples, plan.global_batch_size, plan.micro_batches)
     return replace(before, training=replace(before.training, max_node_seconds=limit))
-
-
-def total_steps(job: JobConfig) -> int:
-    """Return the optimizer steps that the training will take. Raise `ConfigError` if the data cannot feed its ranks."""
-    return steps_of(job.training, data_of(job).samples["train"])
 
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
@@ -335,6 +413,7 @@ def order_script(
     found = describe_script(
         script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"
     )
+    steps_of(found.job.training, found.samples["train"])  # refuses data that cannot feed the ranks
     say_what_is_wrong(found.job, nodes or settings.nodes, settings, script=found)
     return found
 

@@ -30,7 +30,7 @@ SECTIONS = {
     "Before the first job": {"doctor": "Tell whether the cluster can train; buy nothing."},
 }
 """Title → command → what it does, in the order of help: by what a person wants to do, and not by the alphabet."""
-MODULES = {"cancel": "jobs", "status": "jobs", "logs": "jobs"}
+MODULES = {"cancel": "jobs", "status": "jobs", "logs": "jobs", "launch": "train"}
 """Command → its module, where that has another name."""
 EXIT_CODES = {
     0: "done; of a command that follows a job: the job has succeeded",

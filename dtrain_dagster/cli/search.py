@@ -28,17 +28,16 @@ from dtrain_dagster.cli.common import (
 from dtrain_dagster.cli.facts import price_of_cluster
 from dtrain_dagster.cli.follow import fleet_screen
 from dtrain_dagster.cli.job_names import LATEST, complete_searches, resolve_name
-from dtrain_dagster.cli.job_options import order_script, read_file, say_what_is_wrong, with_reachable_data
-from dtrain_dagster.cli.screen import plain_table
-from dtrain_dagster.cli.start import (
-    dataset_name,
-    ended_by_signals,
-    new_job_id,
-    say_that_jobs_go_on,
-    say_what_was_got,
-    this_command_again,
+from dtrain_dagster.cli.job_options import (
+    Asked,
+    order_script,
+    read_file,
+    say_what_is_wrong,
+    training_options,
+    with_reachable_data,
 )
-from dtrain_dagster.cli.train import Asked, training_options
+from dtrain_dagster.cli.screen import plain_table
+from dtrain_dagster.cli.start import ended_by_signals, new_job_id, provision, say_that_jobs_go_on, this_command
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.view import FleetWatch
@@ -223,7 +222,7 @@ def _search(
         tracker = _open_tracker(tracking, search_name, wanted)  # before anything is bought
     start = Wanted(search_name, budget, is_group=True)
     with promising(settings, start):
-        say_what_was_got(manager.provision_cluster(nodes_per_trial, cluster.sku), cluster.sku)
+        provision(manager, nodes_per_trial, cluster.sku)
         env = cluster.node_env(project)
         say(f"search {search_name}: the same command with --name {search_name} continues it", err=True)
         is_here = settings.kind.is_this_machine
@@ -231,7 +230,7 @@ def _search(
         def measure() -> Measured:
             return measure_trial(manager, request, env, is_here, lambda sentence: say(sentence, err=True))
 
-        again = this_command_again(search_name, dataset_name(job))
+        again = this_command("" if name else search_name)
 
         def say_that_none_was_begun() -> None:
             say("the measurement was stopped, and no trial was started; `dtrain jobs` shows what it cost", err=True)

@@ -12,40 +12,34 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
-from functools import wraps
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import click
 
-from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, TROUBLE, Refusal, manager_of, run_dir, say
-from dtrain_dagster.cli.facts import JobCourse, facts_of, price_of_cluster, read_course, so_far
+from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, gathers, run_dir, say
+from dtrain_dagster.cli.facts import say_how_it_stands
 from dtrain_dagster.cli.job_names import LATEST, complete_jobs
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
-from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration, seconds_of
-from trainer.config import JOB_ID, JobConfig
+from trainer.config import JOB_ID
 from trainer.rundir import LAUNCH, STATUS, RunDir
 
 MOST_KEPT_SECONDS = 86400.0
 """The longest time for which failed nodes are kept: one that is forgotten is paid for."""
 
 
-class _Duration(click.ParamType):
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        try:
-            seconds = seconds_of(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if seconds > MOST_KEPT_SECONDS:
-            self.fail(f"{value!r} is more than {format_duration(MOST_KEPT_SECONDS)}: give less", param, ctx)
-        return seconds
+def _read_duration(context: click.Context, option: click.Parameter, value: str | None) -> float:
+    try:
+        seconds = 0.0 if value is None else seconds_of(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from None
+    if seconds > MOST_KEPT_SECONDS:
+        raise click.BadParameter(
+            f"{value!r} is more than {format_duration(MOST_KEPT_SECONDS)}: give less", context, option
+        )
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,24 +65,31 @@ class How:
             say(f"--keep-failed: the nodes are this machine, so none is kept: look into {settings.jobs_uri}", err=True)
 
 
-def start_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the options of `How`, which it gets as ``how``."""
-
-    @wraps(command)
-    def run(**options: Any) -> None:
-        command(how=How(**{field.name: options.pop(field.name) for field in fields(How)}), **options)
-
-    keep = "Keep nodes whose processes fail for that long, to look into; they are paid for."
-    dry = "Print what would be submitted, its price and what is in its way; submit nothing."
-    name = "Name of the job; `dtrain train` continues an existing one.  [default: made from the time]"
-    for option in (
-        click.option("--dry-run", "is_dry", is_flag=True, help=dry),
-        click.option("--keep-failed", "keep_failed_seconds", type=_Duration(), default=0.0, metavar="30m", help=keep),
-        click.option("--detach", is_flag=True, help="Print the name of the job and leave it running."),
-        click.option("--name", metavar="JOB", shell_complete=complete_jobs, help=name),
-    ):
-        run = option(run)
-    return run
+start_options = gathers(
+    How,
+    "how",
+    click.option(
+        "--name",
+        metavar="JOB",
+        shell_complete=complete_jobs,
+        help="Name of the job; `dtrain train` continues an existing one.  [default: made from the time]",
+    ),
+    click.option("--detach", is_flag=True, help="Print the name of the job and leave it running."),
+    click.option(
+        "--keep-failed",
+        "keep_failed_seconds",
+        callback=_read_duration,
+        metavar="30m",
+        help="Keep nodes whose processes fail for that long, to look into; they are paid for.",
+    ),
+    click.option(
+        "--dry-run",
+        "is_dry",
+        is_flag=True,
+        help="Print what would be submitted, its price and what is in its way; submit nothing.",
+    ),
+)
+"""The options of `How`, which a command gets as ``how``."""
 
 
 def start_and_follow(
@@ -97,13 +98,12 @@ def start_and_follow(
     job_id: str,
     begin: Callable[[], object],
     follow: Callable[[], JobStatus],
-    again: str,
-    doing: str = "go on",
+    go_on: str,
     detach: str = "",
 ) -> JobStatus | None:
     """Begin a job, say what was started, follow it, and return how it has ended. Ctrl-C and SIGTERM cancel it, tell how
-    it stands with the command to do it ``again``, and end this command. ``detach``: the command that follows a job
-    which is left running; then its name is printed, and None returned."""
+    it stands and how to ``go_on``, and end this command. ``detach``: the command that follows a job which is left
+    running; then its name is printed, and None returned."""
 
     def cancel() -> None:
         say(f"cancelling job {job_id}; Ctrl-C again does not wait for it", err=True)
@@ -113,7 +113,8 @@ def start_and_follow(
             say(f"job {job_id} was not cancelled: {why}", err=True)
         except KeyboardInterrupt:
             say(f"job {job_id} may still be ending: `dtrain status {job_id}` tells, `dtrain cancel {job_id}`", err=True)
-        say_how_to_go_on(settings, job_id, again, doing)
+        say_how_it_stands(settings, job_id)
+        say(go_on, err=True)
 
     with nullcontext() if detach else ended_by_signals(cancel):
         begin()
@@ -121,16 +122,23 @@ def start_and_follow(
             say(job_id)
             say(f"follow it: {detach}", err=True)
             return None
-        announce(run_dir(settings, job_id))
+        launched = run_dir(settings, job_id).read_json(LAUNCH) or {}
+        nodes, processes = launched["node_count"], launched["processes_per_node"]
+        each = "" if processes == 1 else f", {processes} processes on each"
+        say(f"job {job_id}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
+        if studio := launched.get("studio_url"):
+            say(studio, err=True)
         return follow()
 
 
 def finish(settings: Settings, rundir: RunDir, status: JobStatus, go_on: str = "") -> None:
-    """Print how the job ended, and exit as it did. ``go_on``: the command that goes on with it where it failed."""
+    """Print how the job ended, and exit as it did. ``go_on``: how to go on with it where it failed."""
     if status.state == "succeeded":
         return
     say(describe_outcome(status), err=True)
-    say_how_to_go_on(settings, status.job_id, go_on)
+    say_how_it_stands(settings, status.job_id)
+    if go_on:
+        say(go_on, err=True)
     final = rundir.read_json(STATUS) or {}
     sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full
 
@@ -190,21 +198,13 @@ def ended_by_signals(before_end: Callable[[], object]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def say_what_was_got(got: ClusterConfig, wanted: str) -> None:
-    """Print the kind of nodes if it differs from the wanted one."""
-    if got.gpu_type != wanted:
+def provision(manager: GPUClusterManager, nodes: int, sku: str) -> ClusterConfig:
+    """Return the nodes that the cluster has for a job, and print their kind if it is not the wanted one."""
+    got = manager.provision_cluster(nodes, sku)
+    if got.gpu_type != sku:
         tier = f" ({got.tier})" if got.tier else ""
-        say(f"{wanted} was not available: using {got.gpu_type}{tier}", err=True)
-
-
-def announce(rundir: RunDir) -> None:
-    """Print what was started, and where it can be seen."""
-    launched = rundir.read_json(LAUNCH) or {}
-    nodes, processes = launched["node_count"], launched["processes_per_node"]
-    each = "" if processes == 1 else f", {processes} processes on each"
-    say(f"job {launched['job_id']}: {nodes} node{'s' if nodes > 1 else ''}{each}", err=True)
-    if studio := launched.get("studio_url"):
-        say(studio, err=True)
+        say(f"{sku} was not available: using {got.gpu_type}{tier}", err=True)
+    return got
 
 
 def describe_outcome(status: JobStatus) -> str:
@@ -213,75 +213,16 @@ def describe_outcome(status: JobStatus) -> str:
     return f"job {status.job_id} {status.state}{why}"
 
 
-def this_command_again(job_id: str = "", dataset: str = "") -> str:
-    """Return `command_again` for the words after ``dtrain`` of the command that runs; "" outside of one."""
-    context = click.get_current_context(silent=True)
-    return command_again([] if context is None else context.obj or (), job_id, dataset)
-
-
-def command_again(arguments: Sequence[str], job_id: str = "", dataset: str = "") -> str:
-    """Return the command of these words that does the same again. ``job_id``: the name to give where none was given;
-    ``dataset``: what ``latest`` meant, since another dataset may be the latest by then. Pure."""
-    if not arguments:
-        return ""
-    words = list(arguments)
-    end = words.index("--") if "--" in words else len(words)
-    for number, word in enumerate(words[:end]):
-        if dataset and word == "latest" and number and words[number - 1] == "--dataset":
-            words[number] = dataset
-        elif dataset and word == "--dataset=latest":
-            words[number] = f"--dataset={dataset}"
-    if job_id and not any(word == "--name" or word.startswith("--name=") for word in words[:end]):
-        words[1:1] = ["--name", job_id]
-    return shlex.join(["dtrain", *words])
-
-
-def dataset_name(job: JobConfig) -> str:
-    """Return the name of the dataset's folder, by which ``--dataset`` finds it; "" for one that is made. Pure."""
-    return "" if job.dataset.factory is not None else job.dataset.uri.rstrip("/").rpartition("/")[2]
-
-
-def say_how_to_go_on(settings: Settings, job_id: str, go_on: str, what: str = "go on") -> None:
-    """Print how a job has ended, and the command that goes on with it."""
-    say_how_it_stands(settings, job_id)
-    if go_on:
-        say(f"{what}: {go_on}", err=True)
+def this_command(name: str = "") -> str:
+    """Return the command that runs, to be typed again; ``name``: of what it then continues, where none was given."""
+    command, *words = click.get_current_context().obj or [""]
+    return shlex.join(["dtrain", command, *(["--name", name] if name else []), *words])
 
 
 def say_that_it_runs_on(settings: Settings, job_id: str) -> None:
     """Print how a job stands which is no longer followed, that it goes on, and the commands for it."""
     if not say_how_it_stands(settings, job_id):
-        say(f"the job goes on; follow it: dtrain status {job_id} --follow", err=True)
-        say(f"end it: dtrain cancel {job_id}", err=True)
-
-
-def say_how_it_stands(settings: Settings, job_id: str) -> bool:
-    """Print how a job stands, and what it took and cost, where that can be read. Return whether it is known to have
-    ended."""
-    with suppress(*TROUBLE):
-        rundir = run_dir(settings, job_id)
-        facts = facts_of(settings, manager_of(settings).job_status(job_id))
-        course = read_course(facts.status, rundir)
-        say(*describe_end(facts, course, rundir.latest_checkpoint(), price_of_cluster(settings)), err=True)
-        return facts.status.state.is_final
-    return False
-
-
-def describe_end(facts: JobFacts, course: JobCourse, checkpoint: tuple[str, int] | None, price_words: str) -> list[str]:
-    """Return the state of a job, and what it took and cost, as lines. ``checkpoint``: the name and step of its latest.
-    Pure."""
-    progress = course.view
-    of = f"/{progress.total_steps}" if progress.total_steps else ""
-    step = max(progress.step, checkpoint[1] if checkpoint else 0)  # not each step is reported
-    where = f" at step {step}{of}" if step else ""
-    where += f" of epoch {progress.epoch}" if step and progress.epoch else ""
-    saved = ""
-    if facts.status.state.is_final and facts.status.state != "succeeded" and course.has_events:
-        saved = f"; its checkpoint is of step {checkpoint[1]}" if checkpoint else "; it has no checkpoint yet"
-    lines = [f"job {facts.status.job_id}: {facts.state}{where}{saved}"]
-    if spent := so_far(facts):
-        lines.append(f"so far: {spent}" + (f" ({price_words})" if facts.usd is not None else ""))
-    return lines
+        say(f"the job goes on; follow it: dtrain status {job_id} --follow", f"end it: dtrain cancel {job_id}", err=True)
 
 
 def say_that_jobs_go_on(jobs: str, name: str, again: str) -> None:
@@ -289,9 +230,9 @@ def say_that_jobs_go_on(jobs: str, name: str, again: str) -> None:
     say(
         f"the running {jobs} continue, each up to the dollars that it was promised: `dtrain status {name}` shows them, "
         f"`dtrain cancel {name}` ends them",
+        f"go on: {again}",
         err=True,
     )
-    say(f"go on: {again}", err=True)
 
 
 def say_after_work(settings: Settings, jobs: Sequence[str], go_on: str) -> None:
@@ -300,5 +241,4 @@ def say_after_work(settings: Settings, jobs: Sequence[str], go_on: str) -> None:
         say_how_it_stands(settings, job_id)
     if not jobs:
         say("no job was started", err=True)
-    say("what was materialized is kept; only what is missing or has changed is made again", err=True)
-    say(f"go on: {go_on}", err=True)
+    say("what was materialized is kept; only what is missing or has changed is made again", f"go on: {go_on}", err=True)

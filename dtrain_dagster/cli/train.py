@@ -1,21 +1,17 @@
-"""`dtrain train`: it starts a training on the cluster and follows it; Ctrl-C cancels it.
-
-The options that describe a training, and the checks before nodes are bought, serve `dtrain tune`, `search` and `fleet`
-as well.
-"""
+"""`dtrain train` and `dtrain launch`: they start a training, or a program of a user's own, on the cluster and follow
+it; Ctrl-C cancels it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import wraps
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import click
 
+from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import (
     Refusal,
     cluster_of,
@@ -29,31 +25,32 @@ from dtrain_dagster.cli.common import (
 )
 from dtrain_dagster.cli.doctor import show_dry_run
 from dtrain_dagster.cli.facts import priced_summary
-from dtrain_dagster.cli.follow import follow_training
-from dtrain_dagster.cli.job_names import complete_datasets
+from dtrain_dagster.cli.follow import follow_training, print_lines, stream_job
 from dtrain_dagster.cli.job_options import (
+    Asked,
     as_begun,
-    job_of_options,
+    nodes_option,
     order_script,
+    processes_option,
+    runnable,
     say_what_is_wrong,
     script_to_go_on,
-    total_steps,
+    training_options,
     try_to_keep_script,
     with_reachable_data,
 )
-from dtrain_dagster.cli.plan_lines import expect, promising_training
+from dtrain_dagster.cli.plan_lines import expect, expect_nodes, promising_training
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
     How,
-    dataset_name,
     finish,
     new_job_id,
+    provision,
     runs_already,
-    say_what_was_got,
     start_and_follow,
     start_options,
     take_over,
-    this_command_again,
+    this_command,
 )
 from dtrain_dagster.cli.tracking import (
     refuse_unregistrable,
@@ -62,115 +59,15 @@ from dtrain_dagster.cli.tracking import (
     try_to_register,
     unregistered_job,
 )
+from dtrain_dagster.jobs.log_follower import follow_logs
+from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.start import spec_of, start_job
+from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable
-from trainer.config import ConfigError, JobConfig
+from trainer.config import JobConfig
+from trainer.frameworks.catalogue import FRAMEWORKS
 from trainer.rundir import RunDir
-from trainer.strategies import settings_of_backend
-
-
-def size_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the options of a job's size."""
-    command = click.option(
-        "--procs-per-node",
-        type=click.IntRange(min=1),
-        metavar="P",
-        help="Processes on each node.  [default: DTRAIN_PROCESSES_PER_NODE, else one per GPU]",
-    )(command)
-    return click.option(
-        "--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes.  [default: DTRAIN_NODES, else 3]"
-    )(command)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A training as options describe it: its data, model, loss, fields and nodes."""
-
-    config: str | None = None
-    dataset: str | None = None
-    model: str | None = None
-    loss: str | None = None
-    epochs: int | None = None
-    overrides: tuple[str, ...] = ()
-    nodes: int | None = None
-    procs_per_node: int | None = None
-
-    def settings(self) -> Settings:
-        """Return the settings, in which these options come first."""
-        return read_settings(self.procs_per_node, self.nodes)
-
-    def fields(self, backend: str | None = None) -> list[str]:
-        """Return the fields that are asked for, as ``--set`` takes them. Raise `ConfigError` for a backend that is
-        unknown."""
-        of_backend = {} if backend is None else settings_of_backend(backend)
-        named = [f"training.{field}={json.dumps(value)}" for field, value in of_backend.items()]
-        return [*as_overrides(self.model, self.loss, self.epochs), *named, *self.overrides]
-
-    def job(
-        self, settings: Settings, own: Sequence[str], job_id: str | None, settings_file: str | None = None
-    ) -> tuple[JobConfig, int]:
-        """Return `job_of_options` for these options, with ``own`` fields."""
-        return job_of_options(settings, self.config, self.dataset, own, self.nodes, job_id, settings_file)
-
-    def refuse_beside_script(self, **more: str | None) -> None:
-        """Raise `Refusal` for an option that says what a script says itself."""
-        own = {"config": self.config, "dataset": self.dataset, "model": self.model, "loss": self.loss, **more}
-        for option, value in own.items():
-            if value is not None:
-                what = "the script has its own model, loss, data and settings"
-                raise Refusal(f"--{option} cannot be combined with --script: {what}")
-
-    @contextmanager
-    def in_its_words(self) -> Iterator[None]:
-        """Let errors within the block name the options that were given instead of the fields of ``job.json`` that they
-        stand for."""
-        fields = {"--model": "model.factory", "--loss": "loss.factory", "--epochs": "training.epochs"}
-        try:
-            yield
-        except ConfigError as error:
-            text = str(error).removeprefix("the command line: ")
-            for option, field in fields.items():
-                if getattr(self, option.removeprefix("--")) is not None:
-                    text = text.replace(field, option)
-            raise ConfigError(text) from None
-
-
-def training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the options that describe a training, which it gets as `Asked`."""
-
-    @wraps(command)
-    def run(**options: Any) -> None:
-        asked = Asked(**{field.name: options.pop(field.name) for field in fields(Asked)})
-        command(asked=asked, **options)
-
-    options = (
-        click.option("--config", metavar="JOB.JSON", type=click.Path(), help="A job.json, with any field of a job."),
-        click.option(
-            "--dataset",
-            metavar="FOLDER|ID|latest|FUNCTION",
-            shell_complete=complete_datasets,
-            help="A dataset, or a function that makes one, instead of --config.",
-        ),
-        click.option(
-            "--model", metavar="NAME", help="A stock model, such as tcn or mlp, or your own as package.module:factory."
-        ),
-        click.option(
-            "--loss", metavar="NAME", help="A stock loss, or your own.  [default: the usual one of the kind of dataset]"
-        ),
-        click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the training data."),
-        click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Any field, such as training.epochs=2. May be repeated.",
-        ),
-        size_options,
-    )
-    for option in reversed(options):
-        run = option(run)
-    return run
 
 
 @click.command()
@@ -254,56 +151,53 @@ def train(
                 procs_per_node=asked.procs_per_node or known.processes_per_node,
             )
             settings = asked.settings()
-    own = asked.fields(backend)
+    own, command = asked.fields(backend), None
     if script is not None:
         asked.refuse_beside_script(settings=settings_file)
         found = order_script(settings, script, arguments, [*own, *changes], asked.nodes, name)
-        job_id, nodes = found.job.job_id, asked.nodes or settings.nodes
-        runs = runs_already(manager_of(settings), job_id)
-        planned = Planned(found.job, nodes, found.total_steps, runs, this_command_again(job_id), found.command)
+        job, nodes, command = found.job, asked.nodes or settings.nodes, found.command
+        runs = runs_already(manager_of(settings), job.job_id)
     elif arguments:
         raise click.UsageError(f"arguments belong to a --script: {arguments[0]}", click.get_current_context())
     else:
-        planned = _plan(settings, asked, own, settings_file, name)
-    _train(settings, planned, own, changes, how)
+        job, nodes, runs = _plan(settings, asked, own, settings_file, name)
+    size = f" --procs-per-node {asked.procs_per_node}" if asked.procs_per_node else ""
+    go_on = f"go on: dtrain train --name {job.job_id} --nodes {nodes}{size}"
+    _train(settings, job, nodes, runs, command, go_on, own, changes, how)
 
 
-class Planned(NamedTuple):
-    """A training that was checked and can be started."""
-
-    job: JobConfig
-    nodes: int
-    steps: int
-    runs: bool
-    """Whether it runs already."""
-    again: str
-    """The command that goes on with it."""
-    command: tuple[str, ...] | None = None
-    """Of a script: what each process runs."""
-
-
-def _plan(settings: Settings, asked: Asked, own: Sequence[str], settings_file: str | None, name: str | None) -> Planned:
-    """Return the training that the options describe. Raise as `say_what_is_wrong` does."""
+def _plan(
+    settings: Settings, asked: Asked, own: Sequence[str], settings_file: str | None, name: str | None
+) -> tuple[JobConfig, int, bool]:
+    """Return the training that the options describe, its nodes, and whether it runs already. Raise as
+    `say_what_is_wrong` does."""
     job_id = new_job_id(name, "train") if name or asked.dataset else None
     if job_id and not (asked.config or asked.dataset) and run_dir(settings, job_id).storage.exists("job.json"):
         asked = replace(asked, config=f"{run_dir(settings, job_id).uri}/job.json")  # it goes on as it was planned
     with asked.in_its_words():
         job, nodes = asked.job(settings, own, job_id, settings_file)
         rundir = run_dir(settings, new_job_id(job.job_id, "train"))
-        runs, steps = runs_already(manager_of(settings), job.job_id), total_steps(job)
-        if not runs:
+        if not (runs := runs_already(manager_of(settings), job.job_id)):
             say_what_is_wrong(job, nodes, settings, rehearses=not rundir.storage.exists("job.json"))
-    again = this_command_again("" if asked.config and not name else job.job_id, dataset_name(job))
-    return Planned(job, nodes, steps, runs, again)
+    return job, nodes, runs
 
 
-def _train(settings: Settings, planned: Planned, own: Sequence[str], changes: Sequence[str], how: How) -> None:
-    """Run a training on the cluster, follow it, and exit as it ends; or only show what would be submitted. ``own``:
-    the overrides of the command; ``changes``: see `dtrain_dagster.cli.job_options.as_begun`."""
-    job, nodes, steps, runs, again, command = planned
+def _train(
+    settings: Settings,
+    job: JobConfig,
+    nodes: int,
+    runs: bool,
+    command: tuple[str, ...] | None,
+    go_on: str,
+    own: Sequence[str],
+    changes: Sequence[str],
+    how: How,
+) -> None:
+    """Run a training on the cluster, follow it, and exit as it ends; or only show what would be submitted. ``runs``:
+    whether it does already; ``command``: of a script, what each process runs; ``own``: the overrides of the command;
+    ``changes``: see `dtrain_dagster.cli.job_options.as_begun`."""
     cluster, project = cluster_of(settings)
     manager, job_id, ranks, rundir = cluster.manager(tends=True), job.job_id, ranks_of(settings), RunDir(job.run_dir)
-    is_new = not rundir.storage.exists("job.json")
     # of a script without its arguments, in which it may take a token
     tracked = track(job, own, settings, cluster, project, Path(command[1]).name if command else "dtrain train")
     job = tracked.job if command else with_reachable_data(tracked.job, settings, copies=not how.is_dry)
@@ -324,8 +218,7 @@ def _train(settings: Settings, planned: Planned, own: Sequence[str], changes: Se
         else:
             refuse_unregistrable(cluster, project, job)
             stack.enter_context(promising_training(settings, job, nodes))
-            got = manager.provision_cluster(nodes, cluster.sku)
-            say_what_was_got(got, cluster.sku)
+            got = provision(manager, nodes, cluster.sku)
             if got.gpu_type != cluster.sku or got.tier not in (None, settings.tiers[0]):  # at another price
                 stack.enter_context(promising_training(settings, job, nodes, got))
         take_over(rundir)
@@ -335,15 +228,9 @@ def _train(settings: Settings, planned: Planned, own: Sequence[str], changes: Se
             if command and not runs:
                 try_to_keep_script(settings, job_id, command, [*own, *changes], nodes, ranks)
 
-        status = start_and_follow(
-            settings,
-            manager,
-            job_id,
-            begin,
-            lambda: follow_training(settings, job_id, steps if is_new else None),
-            again,
-            detach=f"dtrain status {job_id} --follow" if how.detach else "",
-        )
+        follow = partial(follow_training, settings, job_id)
+        detach = f"dtrain status {job_id} --follow" if how.detach else ""
+        status = start_and_follow(settings, manager, job_id, begin, follow, go_on, detach)
     if status is None:
         return
     if status.state == "succeeded" and command is None:
@@ -351,10 +238,84 @@ def _train(settings: Settings, planned: Planned, own: Sequence[str], changes: Se
     try_to_record_end(settings, cluster, project, tracked, rundir)
     if status.state == "succeeded" and not try_to_register(settings, cluster, project, job, rundir):
         raise SystemExit(1)
-    finish(settings, rundir, status, again)
+    finish(settings, rundir, status, go_on)
 
 
-def as_overrides(model: str | None, loss: str | None, epochs: int | None) -> list[str]:
-    """Return the short options as ``--set`` takes them."""
-    shortcuts = {"model.factory": model, "loss.factory": loss, "training.epochs": epochs}
-    return [f"{key}={json.dumps(value)}" for key, value in shortcuts.items() if value is not None]
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@nodes_option
+@processes_option
+@click.option(
+    "--engine",
+    type=click.Choice(list(FRAMEWORKS)),
+    default="torchrun",
+    show_default=True,
+    help="What the script is written for.",
+)
+@click.option(
+    "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of rank 0.  [default: a free one]"
+)
+@start_options
+@click.argument("command", nargs=-1, required=True, type=click.Path())
+@refuses
+def launch(
+    nodes: int | None,
+    procs_per_node: int | None,
+    engine: str,
+    master_port: int | None,
+    command: tuple[str, ...],
+    how: How,
+) -> None:
+    """Run a script of your own on N nodes of the cluster.
+
+    COMMAND runs once per process with the variables that torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT and so on. With an engine, it finds those of Horovod, DeepSpeed or TensorFlow as well; for Ray it runs
+    once, beside a Ray of all nodes. A path that ends in .py is run with the Python that runs dtrain. The exit code is
+    that of the process that failed first, 0 if none did. Ctrl-C cancels the job.
+
+    On SLURM, Kubernetes and Ray the script must be at the same path; to nodes of Azure ML it goes along with what it
+    imports.
+
+    \b
+    Examples:
+      dtrain launch --nodes 2 --procs-per-node 2 -- python my_script.py --epochs 3
+      dtrain launch --engine horovod --nodes 3 --name trial-1 my_script.py
+      dtrain launch --engine deepspeed -- python my_script.py --config zero3.json
+      dtrain launch --engine ray --nodes 2 my_ray_train.py
+      dtrain launch --detach --name night my_script.py
+      dtrain launch --dry-run --nodes 2 my_script.py
+    """
+    settings = read_settings(procs_per_node, nodes)
+    kind, node_count = settings.kind, nodes or settings.nodes
+    processes = processes_of(engine, procs_per_node, ranks_of(settings))
+    refuse_program(engine, kind, processes, has_gpus(kind, settings.gpu_type, engine_gpus(settings)))
+    cluster, project = cluster_of(settings)
+    manager = cluster.manager(tends=True)
+    job_id = new_job_id(how.name, "launch")
+    rundir = run_dir(settings, job_id)
+    how.check(settings)
+    spec = order_program(
+        manager, kind, job_id, rundir.uri, engine, runnable(command) if kind.is_this_machine else command,
+        node_count, processes, cluster.node_env(project), master_port,
+    )  # fmt: skip
+    spec = replace(spec, keep_failed_seconds=how.keep_failed_seconds)
+    if runs_already(manager, job_id):
+        raise Refusal(f"job {job_id} is already running: `dtrain logs --follow {job_id}` or `dtrain cancel {job_id}`")
+    for note in filter(None, (FRAMEWORKS[engine].open_ports, describe_needs(kind))):
+        say(f"note: {note}", err=True)
+    expected = expect_nodes(settings, node_count)
+    if how.is_dry:
+        say(expected.price_line, err=True)
+        show_dry_run(settings, manager, spec, cluster.sku, expected.wanted(job_id))
+    with promising(settings, expected.wanted(job_id)):
+        provision(manager, node_count, cluster.sku)
+        follower = follow_logs(manager, rundir, kind.shares_home)
+        if kind.shares_home:  # of launches before this one; what the cluster says is of this one alone
+            follower.skip_to_end()
+        take_over(rundir)
+        begin = partial(manager.submit_job, spec)
+        follow = partial(stream_job, partial(print_lines, console()), manager, job_id, follower)
+        run_again = f"run it again: {this_command('' if how.name else job_id)}"
+        detach = f"dtrain logs --follow {job_id}" if how.detach else ""
+        status = start_and_follow(settings, manager, job_id, begin, follow, run_again, detach)
+        if status is not None:
+            finish(settings, rundir, status)

@@ -10,6 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,10 @@ from rich.text import Text
 from dtrain_dagster.cli.ceilings import promising
 from dtrain_dagster.cli.common import Refusal, cluster_of, console, ranks_of, refuses, run_dir, say
 from dtrain_dagster.cli.follow import Bar, in_place
-from dtrain_dagster.cli.job_options import say_what_is_wrong, total_steps, with_reachable_data
+from dtrain_dagster.cli.job_options import Asked, say_what_is_wrong, training_options, with_reachable_data
 from dtrain_dagster.cli.plan_lines import expect_nodes
 from dtrain_dagster.cli.screen import plain_table
-from dtrain_dagster.cli.start import (
-    dataset_name,
-    finish,
-    new_job_id,
-    say_what_was_got,
-    start_and_follow,
-    this_command_again,
-)
-from dtrain_dagster.cli.train import Asked, training_options
+from dtrain_dagster.cli.start import finish, new_job_id, provision, start_and_follow, this_command
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobStatus
 from dtrain_dagster.costs.prices import PriceError, price_words
 from dtrain_dagster.costs.tracker import CostTracker
@@ -96,12 +89,11 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
     rundir = run_dir(settings, job_id)
     if rundir.storage.exists("job.json"):
         raise Refusal(f"job {job_id} is there already: choose another --name")
-    total_steps(job)  # refuses data that cannot feed the ranks
     job = with_reachable_data(job, settings)
     ensure_importable()
     hourly = expect_nodes(settings, node_count).usd_per_hour
     with promising(settings, Wanted(job_id, hourly * seconds / 3600)):
-        say_what_was_got(manager.provision_cluster(node_count, cluster.sku), cluster.sku)
+        provision(manager, node_count, cluster.sku)
         rundir.write_job(job)
         spec = JobSpec(
             job_id=job_id,
@@ -115,21 +107,11 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
             env=cluster.node_env(project),
             master_port=job.training.master_port,
         )
-        again = this_command_again(dataset=dataset_name(job))
+        begin, watch = partial(manager.submit_job, spec), partial(_watch, manager, rundir, job_id)
         try:
-            status = start_and_follow(
-                settings,
-                manager,
-                job_id,
-                lambda: manager.submit_job(spec),
-                lambda: _watch(manager, rundir, job_id),
-                again,
-                "tune again",
-            )
-        except SystemExit:  # of Ctrl-C
+            status = start_and_follow(settings, manager, job_id, begin, watch, f"tune again: {this_command()}")
+        finally:  # also of Ctrl-C
             _deliver(manager, rundir, job_id, out, settings, cluster.sku)
-            raise
-        _deliver(manager, rundir, job_id, out, settings, cluster.sku)
         assert status is not None  # None where a job is left running
         finish(settings, rundir, status)
 

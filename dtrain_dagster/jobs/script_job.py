@@ -21,7 +21,7 @@ from typing import Any
 import trainer
 from dtrain_dagster.support.user_code import digest_sources
 from dtrain_dagster.support.user_sources import script_sources
-from trainer.config import ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+from trainer.config import ConfigError, JobConfig, parse_job
 from trainer.performance.memory import ModelBytes
 from trainer.runtime.launch import LAUNCH_VARIABLE, ORDER, with_order
 
@@ -45,11 +45,6 @@ class ScriptJob:
     """The bytes of its model; None if they are not known."""
 
     @property
-    def total_steps(self) -> int:
-        """The optimizer steps of the training."""
-        return steps_of(self.job.training, self.samples["train"])
-
-    @property
     def digest(self) -> str:
         """Twelve hex digits over its source, the modules of the user that it imports, and its arguments."""
         sources = digest_sources(script_sources(Path(self.command[1])))
@@ -58,13 +53,6 @@ class ScriptJob:
     def document(self) -> dict[str, Any]:
         """Return what a plan keeps of it, in JSON's types."""
         return {"command": list(self.command), "samples": dict(self.samples)}
-
-
-def steps_of(training: DistributedTrainingConfig, samples: int) -> int:
-    """Return the optimizer steps on so many samples. Raise `ConfigError` if they cannot feed its ranks."""
-    from trainer.data import sampler  # numpy, which the code location does not need to load
-
-    return sampler.steps_of(training, samples)
 
 
 def describe_script(

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from shells import DTRAIN, Shell, shell_in
 from told_events import told, write_run
 
-from dtrain_dagster.cli.facts import read_course
-from dtrain_dagster.cli.start import command_again, describe_end, describe_outcome, this_command_again
+from dtrain_dagster.cli.facts import describe_job, read_course
+from dtrain_dagster.cli.start import describe_outcome, this_command
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.jobs.totals import LaunchTotals
@@ -21,24 +22,11 @@ from trainer.rundir import RunDir
 WORK = (sys.executable, "-m", "dtrain_dagster", "work")
 
 
-@pytest.mark.parametrize(
-    ("typed", "again"),
-    [
-        ("train --dataset latest --nodes 2", "dtrain train --name j --dataset 6f9b --nodes 2"),
-        ("train --dataset=latest --name mine", "dtrain train --dataset=6f9b --name mine"),
-        ("train --dataset walks --name=mine", "dtrain train --dataset walks --name=mine"),
-        ("train --script a.py -- --name latest", "dtrain train --name j --script a.py -- --name latest"),
-        ("launch -- python a.py --dataset latest", "dtrain launch --name j -- python a.py --dataset latest"),
-    ],
-)
-def test_the_command_to_go_on_names_the_job_and_the_dataset(typed: str, again: str):
-    assert command_again(typed.split(), "j", "6f9b") == again
-
-
-def test_the_command_to_go_on_is_quoted_for_a_shell():
-    assert command_again(["train", "--set", 'model.args={"a": 1}']) == "dtrain train --set 'model.args={\"a\": 1}'"
-    assert command_again([]) == ""
-    assert this_command_again("j") == "", "outside of a command"
+def test_a_command_to_type_again_is_quoted_for_a_shell_and_names_what_it_began():
+    typed = ["train", "--set", 'model.args={"a": 1}', "--", "--name", "x"]
+    with click.Context(click.Command("train"), obj=typed):
+        assert this_command() == "dtrain train --set 'model.args={\"a\": 1}' -- --name x"
+        assert this_command("j").startswith("dtrain train --name j --set ")
 
 
 def facts_of(state: JobState, rundir: RunDir, launches: int = 1) -> JobFacts:
@@ -47,18 +35,21 @@ def facts_of(state: JobState, rundir: RunDir, launches: int = 1) -> JobFacts:
     return JobFacts(status=JobStatus(job_id="j", state=state), run_dir=rundir.uri, totals=totals)
 
 
-def test_the_end_of_a_job_is_told_with_its_checkpoint_and_dollars(tmp_path: Path):
+def test_a_job_is_told_with_its_checkpoint_and_dollars(tmp_path: Path):
     rundir = write_run(tmp_path, "j", told(4), "cancelled")
     facts = facts_of(JobState.CANCELLED, rundir, launches=2)
     course = read_course(facts.status, rundir)
-    assert describe_end(facts, course, ("g0001-s15", 15), "list price") == [
-        "job j: cancelled at step 20/10000 of epoch 1; its checkpoint is of step 15",
+    *head, progress = describe_job(facts, course, ("g0001-s15", 15), "list price")
+    assert head == [
+        "job j: cancelled",
         "so far: 1 min 00 s over 2 launches, of which the last took 10 s; 0.0500 node-hours (the last launch: 0.0050); "
         "$0.1530 (list price)",
     ]
-    assert "it has no checkpoint yet" in describe_end(facts, course, None, "")[0]
+    assert progress.startswith("cancelled · step 20/10000 · epoch 1 · loss ")
+    assert progress.endswith("; its checkpoint is of step 15")
+    assert "it has no checkpoint yet" in describe_job(facts, course)[-1]
     running = facts_of(JobState.RUNNING, rundir)
-    assert "checkpoint" not in describe_end(running, read_course(running.status, rundir), None, "")[0]
+    assert "checkpoint" not in describe_job(running, read_course(running.status, rundir))[-1]
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from rich.console import Console
 from shells import Shell, shell_in
 from told_events import told, write_run
 
-from dtrain_dagster.cli.facts import format_progress, print_status, read_course
-from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable, total_steps
+from dtrain_dagster.cli.facts import format_progress, read_course
+from dtrain_dagster.cli.job_options import as_begun, dataset_config, plan_job, runnable
+from dtrain_dagster.cli.jobs import print_status
 from dtrain_dagster.cli.main import RETIRED, SECTIONS, load_command, main
 from dtrain_dagster.cli.start import ended_by_signals
 from dtrain_dagster.clusters.base import JobSpec, JobState, JobStatus
@@ -32,7 +33,7 @@ from dtrain_dagster.jobs.start import BudgetSpentError, fingerprint, start_job
 from dtrain_dagster.planning.projection import TimeLeft
 from dtrain_dagster.settings.environment import Settings
 from harness.small_job import write_dataset
-from trainer.config import ConfigError, parse_job
+from trainer.config import ConfigError
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LIMIT, RunDir
 
@@ -277,16 +278,11 @@ class TestPlanJob:
     def test_a_dataset_is_found_by_folder_and_by_id(self, settings: Settings):
         folder = settings.home / "storage" / "datasets" / "abc"
         write_dataset(folder)
-        samples = json.loads((folder / "manifest.json").read_text())["samples"]["train"]
         for given in ("abc", str(folder)):
             text = dataset_config(settings, given)
             assert json.loads(text) == {"dataset": {"uri": str(folder)}, **USUAL_PARTS}
         other = json.loads(dataset_config(settings, "abc", has_own_model=True))
         assert other["loss"] == {"factory": "student_t"}  # of one forecast, as other models make
-        job = parse_job(text, ['job_id="j"', 'run_dir="r"', "training.epochs=2"])  # in batches of 768
-        assert total_steps(job) == 2 * -(-samples // 768)
-        limited = replace(job, training=replace(job.training, max_steps=1))
-        assert total_steps(limited) == 1
         with pytest.raises(ConfigError, match=r"--dataset nope: .*abc"):
             dataset_config(settings, "nope")
 
@@ -345,7 +341,7 @@ def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):
         console = Console(width=200, file=io.StringIO())
         status = replace(running, state=state)
         course = read_course(status, rundir)
-        print_status(console, JobFacts(status=status, run_dir=rundir.uri, began_at=0.0), rundir, 1.0, course)
+        print_status(console, JobFacts(status=status, run_dir=rundir.uri, began_at=0.0), rundir, course, "")
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "step 20" in shown
         assert "epoch 1" in shown, "people count from 1"

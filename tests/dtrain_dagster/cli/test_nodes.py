@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from dtrain_dagster.cli.facts import print_nodes, read_nodes
+from dtrain_dagster.cli.facts import read_nodes
+from dtrain_dagster.cli.jobs import print_nodes
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
 from trainer.documents.presences import NodePresence

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dtrain_dagster.cli.job_options import job_of_options
+from dtrain_dagster.cli.job_options import Asked
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.search import trials_table
 from dtrain_dagster.costs.tracker import CostTracker
@@ -123,7 +123,7 @@ def test_a_search_of_which_every_process_is_killed_goes_on_and_buys_nothing_twic
     assert {run.data.tags["mlflow.parentRunId"] for run in nested.values()} == {parent.info.run_id}
     assert parent.data.metrics["usd"] == pytest.approx(result["usd"])
     assert parent.data.metrics["best_loss"] == pytest.approx(result["best"]["score"])
-    found, _ = job_of_options(Settings(), None, "walks", [], 2, "again", result["settings_file"])
+    found, _ = Asked(dataset="walks", nodes=2).job(Settings(), [], "again", result["settings_file"])
     assert found.training.learning_rate == result["best"]["values"]["training.learning_rate"]
     assert found.model.args == {"channels": result["best"]["values"]["model.args.channels"]}
     other = subprocess.run([DTRAIN, *asked, "--seed", "1"], cwd=place, capture_output=True, text=True, timeout=200)

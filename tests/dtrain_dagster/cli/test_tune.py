@@ -18,7 +18,7 @@ import torch
 from shells import Shell, shell_in
 
 from dtrain_dagster.assets.plan_options import TrainingOptions, job_on
-from dtrain_dagster.cli.job_options import job_of_options, stated_fields
+from dtrain_dagster.cli.job_options import Asked, stated_fields
 from dtrain_dagster.cli.tune import summary
 from dtrain_dagster.data.build_once import BuiltDataset
 from dtrain_dagster.jobs.start import fingerprint
@@ -305,7 +305,7 @@ def test_what_is_stated_is_found_in_whole_sections_and_in_the_environment(folder
     for threads, used in ((None, 7), (2, 2)):
         settings = Settings(home=tmp_path / "home", nodes=2, threads_per_rank=threads)
         sets = ('training={"clip_norm": 0.5, "precision": "fp32"}',)
-        job, _ = job_of_options(settings, None, str(tmp_path / "walks"), sets, 2, "j", str(file))
+        job, _ = Asked(dataset=str(tmp_path / "walks"), nodes=2).job(settings, sets, "j", str(file))
         found = job.training
         assert (found.threads_per_rank, found.clip_norm, found.precision) == (used, 0.5, "fp32")
         assert found.batch_size_per_gpu == 256
