@@ -124,13 +124,11 @@ def read_course(status: JobStatus, rundir: RunDir) -> JobCourse:
     return JobCourse(view=follower.view, left=left_of(status, follower.view, read_plan(rundir)))
 
 
-def format_progress(
-    progress: JobView, total_steps: int | None, left: TimeLeft | None = None, state: JobState | None = None
-) -> str:
+def format_progress(progress: JobView, left: TimeLeft | None = None, state: JobState | None = None) -> str:
     """Return phase, step, epoch, time left, loss, speed and nodes in one line, as far as they are known. ``state``: of
     the job, as `describe_training` has it. Pure."""
     nodes = [] if state is not None and state.is_final else [count_nodes(progress.nodes_alive)]
-    return SEPARATOR.join([*describe_training(progress, total_steps, left, state), *nodes])
+    return SEPARATOR.join([*describe_training(progress, progress.total_steps, left, state), *nodes])
 
 
 def describe_job(
@@ -151,7 +149,7 @@ def describe_job(
     if status.state.is_final and status.state != "succeeded":
         saved = f"; its checkpoint is of step {checkpoint[1]}" if checkpoint else "; it has no checkpoint yet"
     view = replace(view, step=max(view.step, facts.step or 0))  # not each step is reported
-    return [*lines, format_progress(view, view.total_steps, course.left, status.state) + saved]
+    return [*lines, format_progress(view, course.left, status.state) + saved]
 
 
 def say_how_it_stands(settings: Settings, job_id: str) -> bool:

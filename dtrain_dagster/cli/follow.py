@@ -103,14 +103,12 @@ def stream_job(
         time.sleep(follower.poll_seconds)
 
 
-def follow_training(settings: Settings, job_id: str, total_steps: int | None = None) -> JobStatus:
+def follow_training(settings: Settings, job_id: str) -> JobStatus:
     """Show a training's progress on the standard output until it has ended, and return how."""
-    return watch_training(console(), manager_of(settings), run_dir(settings, job_id), job_id, total_steps)
+    return watch_training(console(), manager_of(settings), run_dir(settings, job_id), job_id)
 
 
-def watch_training(
-    console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str, total_steps: int | None
-) -> JobStatus:
+def watch_training(console: Console, manager: GPUClusterManager, rundir: RunDir, job_id: str) -> JobStatus:
     """Show a training's progress until it has ended. On a terminal that is a bar and the line of progress; elsewhere a
     line for each phase, and one every few seconds."""
     bar, plan, phase, shown_at = Bar(console), read_plan(rundir), "", 0.0
@@ -118,12 +116,11 @@ def watch_training(
         for status, progress in follow_job(manager, rundir, job_id):
             for sentence in progress.news:
                 warn(console, sentence)
-            total, now = total_steps or progress.total_steps, time.monotonic()
-            text = format_progress(progress, total, left_of(status, progress, plan), status.state)
+            text, now = format_progress(progress, left_of(status, progress, plan), status.state), time.monotonic()
             now_in = text.partition(SEPARATOR)[0]
             if console.is_terminal:
                 is_over = status.state.is_final
-                show(Text(visible(text)) if is_over else bar.at(text, progress.step, total))
+                show(Text(visible(text)) if is_over else bar.at(text, progress.step, progress.total_steps))
             elif now_in != phase or now - shown_at >= LINE_EVERY_SECONDS or status.state.is_final:
                 phase, shown_at = now_in, now
                 console.print(text, soft_wrap=True, highlight=False, markup=False)

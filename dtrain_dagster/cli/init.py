@@ -9,9 +9,8 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata, resources
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import click
@@ -26,8 +25,8 @@ from trainer.runtime.scratch import scratch_folder
 EXAMPLE = "example"
 EXAMPLE_TABLE, EXAMPLE_TARGET = "data/tumours.parquet", "diagnosis"
 """Where the table that comes with a project lies in it, and its column to predict."""
-SMALL_TABLE = 20_000
-"""Rows of a table below which a project begins with small batches."""
+SMALL_TABLE, SMALL_BATCH = 20_000, 16
+"""Rows of a table below which a project begins with small batches, and the rows of these."""
 OURS = ("trainer", "dtrain_dagster", "dagster", "dtrain")
 """Names of packages that a project cannot have."""
 
@@ -69,8 +68,7 @@ def init(
     requirement, is_from_file = requirement_of(found.version, json.loads(found.read_text("direct_url.json") or "null"))
     trained = _table_of(folder, table, target, drop)
     files = files_of(chosen, requirement, is_from_file, trained, own_model)
-    shipped = trained.shipped if trained else ""
-    _write_project(folder, files, shipped)
+    _write_project(folder, files, trained["shipped"] if trained else "")
     make_home(folder / DEFAULT)  # its own, though a folder above may have one: two projects must not share a home
     say(f"{folder}: a project with the graph {chosen}")
     for path in sorted(files):
@@ -85,14 +83,15 @@ def init(
         say("\ndtrain was installed from a file: CI and other machines need its wheel, too (README.md says where)")
 
 
-def _table_of(folder: Path, given: str | None, target: str | None, drop: tuple[str, ...]) -> Table | None:
-    """Return the table that the options name. Raise `Refusal` for one that has no such columns, and `DataError` for
-    what is no table."""
+def _table_of(folder: Path, given: str | None, target: str | None, drop: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return what templates say of the table that the options name. Raise `Refusal` for one that has no such columns,
+    and `DataError` for what is no table."""
     if given is None or given == EXAMPLE:
         for option, value in (("--target", target), ("--drop", drop)):
             if value:
                 raise click.UsageError(f"{option} needs --table FILE", click.get_current_context())
-        return Table(path=Path(EXAMPLE_TABLE), target=EXAMPLE_TARGET) if given else None
+        own = {"expression": in_project(EXAMPLE_TABLE), "target": EXAMPLE_TARGET, "params": "", "batch": SMALL_BATCH}
+        return {**own, "shipped": EXAMPLE_TABLE} if given else None
     if target is None:
         raise click.UsageError("--table FILE needs --target COLUMN", click.get_current_context())
     path = Path(given).expanduser().absolute()
@@ -101,14 +100,26 @@ def _table_of(folder: Path, given: str | None, target: str | None, drop: tuple[s
     for option, names in {"--target": (target,), "--drop": drop}.items():
         if missing := [name for name in names if name not in found.kinds]:
             raise Refusal(f"{option} {missing[0]}: {path} has no such column; it has {', '.join(found.kinds)}")
-    where = path.relative_to(folder) if path.is_relative_to(folder) else path
-    return Table(path=where, target=target, drop=drop, missing="mean", rows=found.rows)
+    left_out = ", ".join(map(json.dumps, drop)) + ("," if len(drop) == 1 else "")
+    is_inside = path.is_relative_to(folder)
+    return {
+        "expression": in_project(str(path.relative_to(folder))) if is_inside else f"Path({json.dumps(str(path))})",
+        "target": target,
+        "params": (f", drop=({left_out})" if drop else "") + ', missing="mean"',
+        "batch": SMALL_BATCH if found.rows < SMALL_TABLE else 256,  # of a table of many, epochs would take long
+        "shipped": "",
+    }
+
+
+def in_project(path: str) -> str:
+    """Return a path in the project's folder as code in the module of the definitions, in a folder of it."""
+    return f"Path(__file__).parents[1] / {json.dumps(path)}"
 
 
 def _write_project(folder: Path, files: dict[str, str], shipped: str) -> None:
     """Write the files, and the table that comes with a project. Raise `Refusal` if one of them is there already; then
     none was written."""
-    if there := [path for path in (*files, *([shipped] if shipped else [])) if (folder / path).exists()]:
+    if there := [path for path in filter(None, (*files, shipped)) if (folder / path).exists()]:
         raise Refusal(f"{folder} has {', '.join(there)} already, which would be overwritten; name another folder")
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -129,41 +140,6 @@ def _write_example(path: Path) -> None:
     table["size"] = pd.cut(table["mean radius"], [0, 12, 16, 100], labels=["small", "middle", "large"]).astype(str)
     table["diagnosis"] = found.target_names[found.target]
     table.to_parquet(path)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """A table to train on: its path, from the project's folder if it lies there, and `RowParams` of it."""
-
-    path: PurePath
-    target: str
-    drop: tuple[str, ...] = ()
-    missing: str = "refuse"
-    rows: int = 0
-    """0: not known; few."""
-
-    @property
-    def params(self) -> str:
-        """The arguments of `RowParams` beside the target, as code."""
-        names = ", ".join(json.dumps(name) for name in self.drop)
-        drop = f", drop=({names}{',' if len(self.drop) == 1 else ''})" if self.drop else ""
-        return drop + (f", missing={json.dumps(self.missing)}" if self.missing != "refuse" else "")
-
-    @property
-    def batch(self) -> int:
-        """Rows of a micro-batch: more of a table of many, whose epochs would take long."""
-        return 16 if self.rows < SMALL_TABLE else 256
-
-    @property
-    def expression(self) -> str:
-        """The path as code in the module of the definitions, a folder below the project's."""
-        text = json.dumps(str(self.path))
-        return f"Path({text})" if self.path.is_absolute() else f"Path(__file__).parents[1] / {text}"
-
-    @property
-    def shipped(self) -> str:
-        """The path of the table that comes with the project; "" for a user's own."""
-        return EXAMPLE_TABLE if str(self.path) == EXAMPLE_TABLE else ""
 
 
 def name_of(folder: str) -> str:
@@ -191,7 +167,9 @@ def requirement_of(version: str, direct_url: Mapping[str, Any] | None) -> tuple[
     return f"dtrain>={version},<{upper}", bool(url)
 
 
-def files_of(name: str, requirement: str, wheels: bool, table: Table | None, own_model: bool) -> dict[str, str]:
+def files_of(
+    name: str, requirement: str, wheels: bool, table: dict[str, Any] | None, own_model: bool
+) -> dict[str, str]:
     """Return the text files of a project: path in its folder → content. ``wheels``: whether it needs a wheel of dtrain
     beside it; ``table``: None for the bundled stock prices."""
     import jinja2

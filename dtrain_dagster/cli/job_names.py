@@ -33,28 +33,18 @@ def resolve_name(given: str, names: Sequence[str], kind: str, listed_by: str) ->
     """Return the name that is meant: the given one if it is there, else the only one that begins with it. Raise
     `Refusal`, which lists the candidates, where there is none or more than one. ``kind``: what is named, such as job;
     ``listed_by``: the command that lists all. Pure."""
-    if given in names:
-        return given
-    found = [name for name in names if given and name.startswith(given)]
+    found = [given] if given in names else [name for name in names if given and name.startswith(given)]
     if len(found) == 1:
         return found[0]
+    more = f" and {len(found or names) - MOST_NAMED} more" if len(found or names) > MOST_NAMED else ""
+    named = ", ".join((found or names)[:MOST_NAMED]) + more
     if found:
-        raise Refusal(f"{given!r} matches {len(found)} {plural(kind)}: {_named(found)}; give more of the name")
+        raise Refusal(f"{given!r} begins {len(found)} names: {named}; give more of the name")
     if not names:
-        raise Refusal(f"no {kind} {given!r}: there are no {plural(kind)} yet; `{listed_by}` lists them")
+        raise Refusal(f"no {kind} {given!r}: there is none yet; `{listed_by}` lists them")
     close = difflib.get_close_matches(given, names, n=1)
-    meant = f"; did you mean {close[0]}?" if close else f"; there are {_named(names)}"
-    raise Refusal(f"no {kind} {given!r}{meant} (`{listed_by}` lists them)")
-
-
-def plural(kind: str) -> str:
-    """Return the word for several of a kind. Pure."""
-    return f"{kind}es" if kind.endswith("ch") else f"{kind}s"
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    meant = f"did you mean {close[0]}?" if close else f"there are {named}"
+    raise Refusal(f"no {kind} {given!r}; {meant} (`{listed_by}` lists them)")
 
 
 def find_job(settings: Settings, given: str, fleets: Sequence[str] = ()) -> str:
@@ -92,11 +82,6 @@ def find_job_or_fleet(settings: Settings, given: str) -> tuple[str, bool]:
     fleets = fleet_names(settings.home)
     name = find_job(settings, given, fleets)
     return name, name in fleets and not _is_job(settings, name)
-
-
-def job_argument() -> Callable[..., Any]:
-    """Return the argument that names a job."""
-    return click.argument("job_id", metavar="JOB", shell_complete=complete_jobs)
 
 
 def named_argument(required: bool = True) -> Callable[..., Any]:

@@ -61,9 +61,6 @@ STATE_TAG, REASON_TAG = "state", "reason"
 """Tags of a job's run, as of a trial's: how it has ended in the fleet, and why."""
 STATUS_OF = {FleetState.SUCCEEDED: "FINISHED", FleetState.FAILED: "FAILED", FleetState.ENDED: "KILLED"}
 
-MOST_FAILURES = 3
-"""Jobs that could not be written, after which the others are left for who does it again."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
@@ -98,24 +95,17 @@ def track(
     if not is_new:
         job = as_tracked_before(job, run_dir(settings, job.job_id))
     elif job.tracking.mlflow_tracking_uri is None and not is_off:
-        source = {} if project.tracks_in_workspace else _source(entry, Path.cwd())
-        job = with_tracking(job, cluster, project, {**source, **(more or {})})
+        source, stated = {} if project.tracks_in_workspace else _source(entry, Path.cwd()), job.tracking
+        has_own_name = stated.mlflow_experiment != TrackingConfig().mlflow_experiment
+        tracking = replace(
+            stated,
+            mlflow_tracking_uri=cluster.registry(project).tracking_uri,
+            mlflow_experiment=stated.mlflow_experiment if has_own_name else project.experiment,
+            mlflow_run_name=stated.mlflow_run_name or job.job_id,
+            tags={**source, **(more or {}), "code_version": code_version(), **stated.tags},
+        )
+        job = replace(job, tracking=tracking)
     return Tracked(job=job, is_on=not is_off and job.tracking.mlflow_tracking_uri is not None)
-
-
-def with_tracking(
-    job: JobConfig, cluster: ClusterConfiguration, project: ProjectConfiguration, tags: Mapping[str, str]
-) -> JobConfig:
-    """Return the job, reporting to the MLflow of the settings, in a run with these tags."""
-    stated = job.tracking.mlflow_experiment
-    tracking = replace(
-        job.tracking,
-        mlflow_tracking_uri=cluster.registry(project).tracking_uri,
-        mlflow_experiment=project.experiment if stated == TrackingConfig().mlflow_experiment else stated,
-        mlflow_run_name=job.tracking.mlflow_run_name or job.job_id,
-        tags={**tags, "code_version": code_version(), **job.tracking.tags},
-    )
-    return replace(job, tracking=tracking)
 
 
 @cache
@@ -242,7 +232,13 @@ def record_fleet(records: FleetRecords, jobs: Sequence[Standing], tier: Tier) ->
     """Write a fleet that is over, and return where its runs are, and what MLflow does not have, in sentences. Jobs of
     which none is tracked load no MLflow; whoever does the same again adds what is missing."""
     said: list[str] = []
-    for uri, experiment in dict.fromkeys(filter(None, map(_place_of, jobs))):
+    places = dict.fromkeys(filter(None, map(_place_of, jobs)))
+    if not places:
+        return said
+    from mlflow.exceptions import MlflowException
+
+    errors = (MlflowException, *TROUBLE)
+    for uri, experiment in places:
         mine = [item for item in jobs if _place_of(item) == (uri, experiment)]
         try:
             address = authorised(uri)
@@ -252,18 +248,15 @@ def record_fleet(records: FleetRecords, jobs: Sequence[Standing], tier: Tier) ->
             group = RunGroup(address, experiment, records.name, (RECORD_TAG, mark), "job_id")
             group.client.set_tag(group.run_id, FLEET_TAG, records.name)
             written = {name for name, run in group.nested.items() if STATE_TAG in run.data.tags}
-            problems = 0
             for item in mine:
-                if not item.state.is_final or item.job_id in written or problems == MOST_FAILURES:
-                    continue
-                try:
-                    _write_end(group, item, tier)
-                except _errors() as error:  # such as of a run that somebody has deleted: it hides no other job
-                    problems += 1
-                    said.append(f"MLflow does not have all of {item.job_id}: {redact(str(error))}")
+                if item.state.is_final and item.job_id not in written:
+                    try:
+                        _write_end(group, item, tier)
+                    except errors as error:  # such as of a run that somebody has deleted: it hides no other job
+                        said.append(f"MLflow does not have all of {item.job_id}: {redact(str(error))}")
             _end_group(group, mine, records.limits(), records.is_cancelled())
             said.append(f"in MLflow: experiment {experiment}, run {records.name} (`dtrain ui mlflow`)")
-        except _errors() as error:
+        except errors as error:
             said.append(f"MLflow does not have all of fleet {records.name}: {redact(str(error))}")
     return said
 
@@ -301,12 +294,6 @@ def _end_group(group: RunGroup, jobs: Sequence[Standing], limits: FleetLimits, i
     note = f"**{done}**, for {dollars(paid)} of {dollars(limits.budget_usd)}"
     succeeded = counts[FleetState.SUCCEEDED] == len(jobs)
     group.end("FINISHED" if succeeded else "KILLED" if is_cancelled else "FAILED", metrics, {NOTE_TAG: note})
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    from mlflow.exceptions import MlflowException
-
-    return (MlflowException, OSError, ValueError, RuntimeError)
 
 
 def _place_of(standing: Standing) -> tuple[str, str] | None:

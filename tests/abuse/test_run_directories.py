@@ -270,7 +270,7 @@ def test_no_command_passes_on_what_a_terminal_obeys(
 def test_on_a_terminal_only_our_own_colours_are_obeyed(written: Callable[..., RunDir], tmp_path: Path):
     rundir = written("hostile", "failed", ESCAPES)
     shown = Screen(force_terminal=True, width=200, file=io.StringIO())
-    watch_training(shown, LocalClusterManager(tmp_path), rundir, "hostile", None)
+    watch_training(shown, LocalClusterManager(tmp_path), rundir, "hostile")
     shown.print(f"[bold]{ESCAPES}[/bold]", style="link https://example.org")
     row = {"group": ESCAPES, "change": {ESCAPES: ESCAPES}, "verdict": ESCAPES}
     shown.print(candidates_table([row]))

@@ -45,19 +45,19 @@ def test_names_and_beginnings_are_found():
 
 
 def test_a_name_that_is_not_there_or_not_clear_lists_the_candidates():
-    assert refusal("nigh", "night", "nightly", "x") == ("'nigh' matches 2 jobs: night, nightly; give more of the name")
+    assert refusal("nigh", "night", "nightly", "x") == ("'nigh' begins 2 names: night, nightly; give more of the name")
     many = [f"trial-{number:04d}" for number in range(9)]
     assert refusal("trial", *many).endswith("trial-0005 and 3 more; give more of the name")
     assert refusal("nihgt", "night", "x") == "no job 'nihgt'; did you mean night? (`dtrain jobs` lists them)"
     assert refusal("zzz", "a", "b") == "no job 'zzz'; there are a, b (`dtrain jobs` lists them)"
-    assert refusal("a") == "no job 'a': there are no jobs yet; `dtrain jobs` lists them"
+    assert refusal("a") == "no job 'a': there is none yet; `dtrain jobs` lists them"
     assert refusal("", "a", "b").startswith("no job ''")
 
 
 def test_every_command_that_takes_a_job_takes_a_beginning(home: Path):
     more = (["status", "--follow"], ["status", "--html", "a.html"], ["status", "--trace"])
     for words in (["status"], ["logs"], ["cost"], ["cancel"], *more):
-        assert "'nigh' matches 2 jobs: night, nightly" in run(*words, "nigh", code=2), words
+        assert "'nigh' begins 2 names: night, nightly" in run(*words, "nigh", code=2), words
     assert "job night: cancelled" in run("status", "night"), "a whole name is itself"
     assert f"job {LONG}: failed" in run("status", "search")
     assert "no job 'nightmare'; did you mean night" in run("logs", "nightmare", code=2)

@@ -322,16 +322,16 @@ def test_a_python_script_runs_with_the_python_of_dtrain(tmp_path: Path):
 def test_a_line_of_progress_says_what_is_known():
     from dtrain_dagster.jobs.view import JobView
 
-    assert format_progress(JobView(), 40) == "waiting for nodes · 0 nodes"
-    assert format_progress(JobView(nodes_alive=2), 40) == "starting · 2 nodes", "they have come"
-    progress = JobView(phase="training", step=20, epoch=2, loss=0.5, samples_per_second=1234.0)
+    assert format_progress(JobView()) == "waiting for nodes · 0 nodes"
+    assert format_progress(JobView(nodes_alive=2)) == "starting · 2 nodes", "they have come"
+    progress = JobView(phase="training", step=20, total_steps=40, epoch=2, loss=0.5, samples_per_second=1234.0)
     expected = "training · step 20/40 · epoch 2 · ETA 1 min 05 s · loss 0.5000 · 1,234 samples/s · 1 node"
-    assert format_progress(replace(progress, nodes_alive=1), 40, TimeLeft(seconds=65, has_finish=True)) == expected
-    assert "ETA 5 s to the last step" in format_progress(progress, 40, TimeLeft(seconds=5, has_finish=False))
-    assert "ETA" not in format_progress(progress, 40)
+    assert format_progress(replace(progress, nodes_alive=1), TimeLeft(seconds=65, has_finish=True)) == expected
+    assert "ETA 5 s to the last step" in format_progress(progress, TimeLeft(seconds=5, has_finish=False))
+    assert "ETA" not in format_progress(progress)
     left = TimeLeft(seconds=5, has_finish=True)
     ended = "succeeded · step 20/40 · epoch 2 · loss 0.5000"
-    assert format_progress(progress, 40, left, JobState.SUCCEEDED) == ended, "with no speed, nodes or time left"
+    assert format_progress(progress, left, JobState.SUCCEEDED) == ended, "with no speed, nodes or time left"
 
 
 def test_a_job_that_has_ended_has_no_time_left(tmp_path: Path):

@@ -54,7 +54,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("launch", "--nodes", "999", "silent.py"), "DTRAIN_NODES=999"),
     (("launch", "--name", 201 * "x", "silent.py"), "at most 200"),
     (("status",), "latest: there are no jobs"),
-    (("status", "nojob"), "no job 'nojob': there are no jobs yet; `dtrain jobs` lists them"),
+    (("status", "nojob"), "no job 'nojob': there is none yet; `dtrain jobs` lists them"),
     (("status", "../x"), "the name of the job is '../x'"),
     (("status", "latest", "--html", "a.html", "--follow"), "give one of them"),
     (("cost", "--usage-export", __file__), "--usage-export needs the name of a job"),
