@@ -32,8 +32,8 @@ from typing import Any
 from benchmarks.fleet_simulation import Played, SimulatedJob, Surroundings, play
 from benchmarks.host import options_of, tell
 from dtrain_dagster.costs.estimate import CONFIDENCE_90
-from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState
-from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Start
+from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState, Standing
+from dtrain_dagster.fleet.scheduling import Decision
 
 PRICE = 3.06
 JOBS, NODES = 2000, 96
@@ -68,19 +68,21 @@ def make_jobs(seed: int) -> list[SimulatedJob]:
     return found
 
 
-def first_come(facts: FleetFacts, now: float) -> Sequence[Decision]:
+def first_come(
+    limits: FleetLimits, jobs: Sequence[Standing], now: float, more_may_come: bool, settled_units: int
+) -> Sequence[Decision]:
     """Decide in order of arrival, until the budget is spent."""
-    resting = [item for item in facts.jobs if not item.state.has_nodes]
-    spent = facts.settled_units + sum(item.paid_units for item in facts.jobs)
-    if facts.limits.seconds_of(max(0, facts.limits.budget_units - spent)) < 1e-3:
-        return [End(job_id=item.job.job_id, reason="the budget is spent") for item in resting]
-    free = facts.limits.nodes - sum(item.nodes for item in facts.jobs)
+    resting = [item for item in jobs if not item.state.has_nodes]
+    spent = settled_units + sum(item.paid_units for item in jobs)
+    if limits.seconds_of(max(0, limits.budget_units - spent)) < 1e-3:
+        return [Decision(job_id=item.job_id, kind="end", reason="the budget is spent") for item in resting]
+    free = limits.nodes - sum(item.nodes for item in jobs)
     found: list[Decision] = []
     for item in sorted(resting, key=lambda item: item.number):
         if item.job.nodes > free:
             break
         free -= item.job.nodes
-        found.append(Start(job_id=item.job.job_id, grant_units=facts.limits.budget_units, reason="it is its turn"))
+        found.append(Decision(job_id=item.job_id, kind="start", grant_units=limits.budget_units))
     return found
 
 

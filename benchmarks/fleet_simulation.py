@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dtrain_dagster.costs.money import usd
-from dtrain_dagster.fleet.grants import node_limit
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, FleetState, Standing
-from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
+from dtrain_dagster.fleet.scheduling import Decision, decide, node_limit
 
 TICK_SECONDS = 1e-6
 """The least time that passes between two events, so that rounding does not hold time up."""
 KNOWN_FROM = 0.05
 """Share of a job's work from which on its speed is known."""
-Policy = Callable[[FleetFacts, float], Sequence[Decision]]
+Policy = Callable[[FleetLimits, Sequence[Standing], float, bool, int], Sequence[Decision]]
+"""Decides as `dtrain_dagster.fleet.scheduling.decide` does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,16 +192,13 @@ class _Play:
     def _look(self) -> None:
         """Let the policy decide, and do what it says."""
         self.next_look = self.now + self.around.look_seconds
-        facts = FleetFacts(
-            limits=self.limits, jobs=tuple(map(self._standing, self.live)), settled_units=self.settled_units
-        )
-        for item in self.policy(facts, self.now):
-            name = type(item).__name__.lower()
-            self.counts[name] = self.counts.get(name, 0) + 1
+        standings = tuple(map(self._standing, self.live))
+        for item in self.policy(self.limits, standings, self.now, False, self.settled_units):
+            self.counts[item.kind] = self.counts.get(item.kind, 0) + 1
             run = self.by_id[item.job_id]
-            if isinstance(item, Start):
+            if item.kind == "start":
                 self._start(run, item)
-            elif isinstance(item, RaiseGrant):
+            elif item.kind == "raise":
                 run.grant_units = item.grant_units
                 self._set_limit(run)
             else:
@@ -227,12 +224,11 @@ class _Play:
             paid_units=self.limits.units_of(run.paid_seconds),
             node_seconds=run.paid_seconds,
             left_node_seconds=left,
-            left_spread=0.1 if known else None,
             launched_at=run.launched_at,
             is_training=run.nodes > 0 and self.now >= run.works_from,
         )
 
-    def _start(self, run: _Run, start: Start) -> None:
+    def _start(self, run: _Run, start: Decision) -> None:
         run.state, run.nodes, run.grant_units = FleetState.RUNNING, run.spec.job.nodes, start.grant_units
         run.launched_at, run.launches = self.now, run.launches + 1
         run.works_from = self.now + run.spec.job.startup_seconds * self.random.uniform(*self.around.startup_shares)
@@ -249,12 +245,12 @@ class _Play:
         rate = run.spec.losses_per_node_hour * run.nodes / 3600
         run.next_loss = self.now + self.random.expovariate(rate) if rate else math.inf
 
-    def _leave(self, run: _Run, decision: Pause | End) -> None:
+    def _leave(self, run: _Run, decision: Decision) -> None:
         run.reason = decision.reason
         if not run.nodes:
             self._rest(run, FleetState.ENDED)
             return
-        run.state = FleetState.PAUSING if isinstance(decision, Pause) else FleetState.ENDING
+        run.state = FleetState.ENDING
         run.leaves_at = self.now + self.random.uniform(*self.around.pause_seconds)
 
     def _next_time(self) -> float:

@@ -35,10 +35,10 @@ from dtrain_dagster.clusters.notices import FLEET
 from dtrain_dagster.costs.estimate import Forecast
 from dtrain_dagster.costs.money import usd
 from dtrain_dagster.costs.prices import price_of
-from dtrain_dagster.fleet.grants import LEAST_WORK_SECONDS
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
+from dtrain_dagster.fleet.scheduling import LEAST_WORK_SECONDS
 from dtrain_dagster.fleet.source import FleetFile, JobEntry, JobSource, ListedJobs, parse_fleet
 from dtrain_dagster.fleet.view import FleetWatch
 from dtrain_dagster.jobs.spending import Wanted
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from dtrain_dagster.configuration import ClusterConfiguration, ProjectConfiguration
     from dtrain_dagster.settings.environment import Settings
 
-GUESSED_SPREAD = 1.0
-"""Standard deviation of what nobody knows, as a fraction of it."""
+GUESSED_SECONDS, GUESSED_SPREAD = 1800.0, 1.0
+"""The most that is guessed of what nobody knows, and its standard deviation as a fraction of it."""
 STARTUP_SECONDS = 20.0
 BASIS = "basis"
 """The fact of a job that says where the figures of what it takes come from."""
@@ -156,7 +156,6 @@ def limits_of(fleet: FleetFile, settings: Settings, cluster: ClusterConfiguratio
         usd_per_node_hour=dearest_usd_per_hour(cluster),
         deadline=began_at + 3600 * fleet.deadline_hours if fleet.deadline_hours else None,
         margin_seconds=fleet.margin_seconds,
-        slice_seconds=fleet.slice_seconds,
     )
 
 
@@ -196,10 +195,10 @@ def expect_like_past_runs(forecast: Forecast, nodes: int) -> dict[str, Any]:
 
 def guess(limits: FleetLimits, jobs: int, nodes: int) -> dict[str, Any]:
     """Return a first guess of a job of which nothing is known, one of so many in its fleet, as fields of a `FleetJob`:
-    a slice, or less where the budget has less for each job. So it begins, and tells its speed."""
+    half an hour, or less where the budget has less for each job. So it begins, and tells its speed."""
     share = limits.seconds_of(limits.budget_units) / jobs / nodes - STARTUP_SECONDS - limits.margin_seconds
     return {
-        "node_seconds": nodes * min(limits.slice_seconds, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD))),
+        "node_seconds": nodes * min(GUESSED_SECONDS, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD))),
         "spread": GUESSED_SPREAD,
         "startup_seconds": STARTUP_SECONDS,
         "facts": {BASIS: "a first guess: no past run of the same model, data and batch on this SKU is known here"},

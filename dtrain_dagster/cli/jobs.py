@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
     if of_fleets:
         views = [FleetWatch(FleetRecords(settings.home, name)).view() for name in fleet_names(settings.home)]
         if as_json:
-            print_json([view.document() for view in views])
+            print_json([asdict(view) for view in views])
         else:
             say(*(map(headline, views) if views else ["no fleets yet: `dtrain fleet FILE` begins one"]))
         return
@@ -263,7 +264,7 @@ def _running_on(settings: Settings, job_id: str) -> Iterator[None]:
 def _show_fleet(settings: Settings, name: str, as_json: bool) -> None:
     view = FleetWatch(FleetRecords(settings.home, name)).view()
     if as_json:
-        print_json(view.document())
+        print_json(asdict(view))
         return
     say(headline(view))
     console().print(fleet_table(view, console().width), highlight=False)

@@ -16,6 +16,9 @@ from dtrain_dagster.costs.money import SECOND, USD, nano_usd, usd
 from trainer.config import JOB_ID, JobConfig
 from trainer.rundir import RunDir
 
+MEASURED_SPREAD = 0.1
+"""Standard deviation of the work left, as a fraction of it, once a job tells its speed."""
+
 
 class FleetError(ValueError):
     """Something about a fleet cannot be used. The message names the field and the remedy."""
@@ -77,21 +80,12 @@ class FleetJob:
     """What its source has to know of it later on; plain data."""
 
     def __post_init__(self) -> None:
-        problem = ""
         if not JOB_ID.fullmatch(self.job_id):
-            problem = "job_id has letters, digits, dots, dashes and underscores, at most 200, a letter or digit first"
-        elif self.nodes < 1:
-            problem = f"nodes is {self.nodes}, not 1 or more"
-        elif not 0 < self.node_seconds < math.inf:
-            problem = f"node_seconds is {self.node_seconds}, not above 0"
-        elif not 0 <= self.spread <= 10:
-            problem = f"spread is {self.spread}, not between 0 and 10"
-        elif not 0 <= self.startup_seconds < math.inf:
-            problem = f"startup_seconds is {self.startup_seconds}, not 0 or more"
-        elif self.config is not None and self.config.job_id != self.job_id:
-            problem = f"its config is of job {self.config.job_id}"
-        if problem:
-            raise FleetError(f"job {self.job_id!r}: {problem}")
+            words = "job_id has letters, digits, dots, dashes and underscores, at most 200, a letter or digit first"
+            raise FleetError(f"job {self.job_id!r}: {words}")
+        for name, least in (("nodes", 1), ("node_seconds", 1e-9), ("spread", 0), ("startup_seconds", 0)):
+            if not least <= (value := getattr(self, name)) < math.inf:
+                raise FleetError(f"job {self.job_id!r}: {name} is {value}, not {least} or more")
 
     @property
     def trained(self) -> JobConfig:
@@ -126,11 +120,9 @@ class FleetLimits:
     margin_seconds: float = 30.0
     """Seconds for which each node of a job may be paid after the job has come to its limit. A node notices it within
     one; one that has only just been started in place of another first has to get so far that it can."""
-    slice_seconds: float = 1800.0
-    """Seconds that a job may go on without the orchestrator: for so long it is promised dollars beforehand."""
 
     def __post_init__(self) -> None:
-        for name in ("budget_usd", "nodes", "usd_per_node_hour", "margin_seconds", "slice_seconds"):
+        for name in ("budget_usd", "nodes", "usd_per_node_hour", "margin_seconds"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise FleetError(f"{name} is {value}, not above 0")
@@ -184,8 +176,6 @@ class Standing:
     """Launches in a row that ended without a result of their own."""
     left_node_seconds: float | None = None
     """Paid seconds of all its nodes that are expected until its end; None: all of them."""
-    left_spread: float | None = None
-    """Standard deviation of that as a fraction of it; None: as the source said."""
     is_training: bool = False
     """Whether its present launch has come to its first step."""
 
@@ -207,7 +197,7 @@ class Standing:
     @property
     def spread(self) -> float:
         """Return the standard deviation of `left` as a fraction of it."""
-        return self.job.spread if self.left_spread is None else self.left_spread
+        return self.job.spread if self.left_node_seconds is None else MEASURED_SPREAD
 
     @property
     def is_begun(self) -> bool:

@@ -119,7 +119,12 @@ class FleetRecords:
             name = f"{JOBS}/{file}"
             data = self._read(name)
             assert data is not None
-            job = self._valid(FleetJob, _with_nodes(data.get("job")), name)
+            if "least_nodes" in data.get("job", {}):
+                raise FleetError(
+                    f"fleet {self.name} was begun by an older version, which chose the nodes of its jobs: end it with "
+                    "that version, or begin it again under another name"
+                )
+            job = self._valid(FleetJob, data.get("job"), name)
             if order := data.get("order"):
                 text, place = json.dumps(order["job"]), f"{self.storage.uri}/{name}"
                 config, command = parse_job(text, source=place, is_stored=True), order["command"]
@@ -176,15 +181,6 @@ def fleet_names(home: Path) -> list[str]:
     """Return the names of the fleets of this home."""
     storage = open_storage(str(Path(home) / FOLDER))
     return [name for name in storage.list() if storage.exists(f"{name}/{FLEET}")]
-
-
-def _with_nodes(job: Any) -> Any:
-    """Return the fields of a job; of one that an older version wrote, which chose its nodes, with the fewest of them,
-    and the time that they take by its share of serial work."""
-    if not isinstance(job, dict) or "least_nodes" not in job:
-        return job
-    nodes, share = job["least_nodes"], job["serial_share"]
-    return job | {"nodes": nodes, "node_seconds": job["node_seconds"] * (share * nodes + 1 - share)}
 
 
 @cache

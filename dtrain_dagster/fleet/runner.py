@@ -8,7 +8,6 @@ started. Nodes keep their limits while nobody looks.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +19,14 @@ from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSta
 from dtrain_dagster.costs.money import SECOND, usd
 from dtrain_dagster.costs.plan import write_limit
 from dtrain_dagster.costs.tracker import CostTracker
-from dtrain_dagster.fleet.grants import margin_units, node_limit
 from dtrain_dagster.fleet.jobs import FleetError, FleetJob, FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.scheduling import Decision, End, FleetFacts, Pause, RaiseGrant, Start, decide
+from dtrain_dagster.fleet.scheduling import Decision, decide, margin_units, node_limit
 from dtrain_dagster.fleet.source import JobSource
+from dtrain_dagster.fleet.view import Followed
 from dtrain_dagster.jobs.start import ran_out, start_job
-from dtrain_dagster.jobs.view import JobFollower
-from dtrain_dagster.planning.projection import count_nodes, time_left
+from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.settings.cluster_kinds import Tier
-from trainer.documents.events import EvaluationEvent, read_events
 from trainer.errors import ConfigError, DamagedError
 from trainer.rundir import LAUNCH, RESULT, RunDir
 
@@ -37,9 +34,9 @@ AT_ONCE = 8
 """Jobs that are started or asked to leave their nodes at the same time: each takes seconds."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks."""
-LIMIT_CHANGE_SECONDS = 10.0
-"""Node-seconds by which a limit must differ from the one that nodes were told, for them to be told without a raise: on
-nodes that cost less than the dearest it moves at each look."""
+LIMIT_CHANGE_SHARE = 0.05
+"""Share of what its nodes may still go on by which a limit must differ from the one that they were told: on nodes that
+cost less than the dearest it moves at each look."""
 CANCELLED = "the fleet was cancelled"
 RESTS = {FleetState.PAUSING: FleetState.PAUSED, FleetState.ENDING: FleetState.ENDED}
 """The state that follows, once the nodes have gone."""
@@ -69,11 +66,7 @@ class FleetRunner:
         self.jobs: dict[str, Standing] = {standing.job_id: standing for standing in records.standings()}
         """How each job stands; of one with nodes as it was at the last look."""
         self.followed: dict[str, Followed] = {}
-        self.judged: dict[str, Sequence[EvaluationEvent]] = {}
-        """The evaluations that the source has judged, by job."""
         self.source_is_dry = False
-        self.has_begun = False
-        """Whether the last look began a job."""
         self.trouble: dict[str, str] = {}
         """What kept the last look at a job from being one."""
         self.told_limits: dict[str, float] = {}
@@ -90,27 +83,28 @@ class FleetRunner:
         """Look and act until the fleet is over. ``watch`` is called after each look."""
         while not self.look(time.time()):
             watch()
-            if not self.has_begun:  # else the source may have more for the nodes that are left
-                time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         watch()
 
     def look(self, now: float) -> bool:
         """Look once, and act; return whether the fleet is over."""
-        for standing in [item for item in self.jobs.values() if item.state.has_nodes]:
+        for standing in self._with_nodes():
             self._look_at(standing, now)
         if self.records.is_cancelled():
             self.source_is_dry = True
             decisions: Sequence[Decision] = [
-                End(job_id=job_id, reason=CANCELLED)
+                Decision(job_id=job_id, kind="end", reason=CANCELLED)
                 for job_id, item in self.jobs.items()
                 if not item.state.is_final and item.state is not FleetState.ENDING
             ]
         else:
-            self._judge()
             self._ask_source()
-            decisions = decide(FleetFacts(self.limits, tuple(self.jobs.values()), not self.source_is_dry), now)
+            decisions = decide(self.limits, tuple(self.jobs.values()), now, not self.source_is_dry)
         self._act(decisions, now)
         return self.source_is_dry and all(item.state.is_final for item in self.jobs.values())
+
+    def _with_nodes(self) -> list[Standing]:
+        return [standing for standing in self.jobs.values() if standing.state.has_nodes]
 
     def _keep(self, standing: Standing, **changes: Any) -> Standing:
         """Note how a job stands now, and return it so."""
@@ -132,7 +126,7 @@ class FleetRunner:
                 self.told(f"{job_id}: cannot be checked now: {error}")
 
     def _observe(self, standing: Standing, now: float) -> None:
-        job_id, mark = standing.job_id, launch_mark(standing.job)
+        mark = launch_mark(standing.job)
         if mark == standing.before:  # it was noted, and then who did died
             if standing.state is FleetState.RUNNING:
                 self._note_start(standing, self._start(standing), now)
@@ -142,9 +136,8 @@ class FleetRunner:
         if not mark:
             self._settle(standing, FleetState.FAILED, "its run directory is gone")
             return
-        status = self.manager.job_status(job_id)
-        followed = self._follow(standing)
-        standing = followed.stands(standing, now)
+        status = self.manager.job_status(standing.job_id)
+        standing = self._follow(standing).stands(standing, now)
         if status.state.is_final:
             ended = explain_launch_end(standing, standing.job.rundir, status, now)
             self._settle(ended, ended.state, ended.reason)
@@ -153,7 +146,9 @@ class FleetRunner:
         billed = self._billed(standing)
         if billed.paid_units > standing.paid_units:
             standing = billed
-        self.jobs[job_id] = standing
+        self.jobs[standing.job_id] = standing
+        if standing.state is FleetState.RUNNING and standing.paid_units > standing.grant_units:
+            self._leave(standing, FleetState.PAUSING, "its nodes did not stop at its limit")
 
     def _follow(self, standing: Standing) -> Followed:
         followed = self.followed.setdefault(standing.job_id, Followed(standing.job.rundir))
@@ -180,28 +175,20 @@ class FleetRunner:
     # The source
 
     def _ask_source(self) -> None:
-        """Take jobs from the source as long as fewer wait than it says."""
-        while sum(item.state is FleetState.WAITING for item in self.jobs.values()) < self.source.waiting_ahead:
-            job = self.source.next_job()
-            self.source_is_dry = job is None
-            if job is None:
-                return
+        """Ask the source for its verdict on each job that runs, and take the jobs that it has."""
+        for standing in self._with_nodes():
+            followed = self.followed.get(standing.job_id)
+            evaluations = followed.evaluations if followed and standing.state is FleetState.RUNNING else ()
+            if evaluations and (reason := self.source.judge(standing.job_id, evaluations)):
+                self._leave(standing, FleetState.ENDING, reason)
+        self.source_is_dry = False
+        while job := self.source.next_job():
             if job.job_id in self.jobs:
                 raise FleetError(f"job {job.job_id!r} was given twice: each needs a job_id of its own")
             standing = self.jobs[job.job_id] = self.records.add(job, len(self.jobs))
             if job.problem:
                 self._settle(standing, FleetState.FAILED, job.problem)
-
-    def _judge(self) -> None:
-        """Ask the source for its verdict on each running job that was evaluated since."""
-        for job_id, standing in list(self.jobs.items()):
-            if standing.state is not FleetState.RUNNING or job_id not in self.followed:
-                continue
-            evaluations = self.followed[job_id].evaluations
-            if evaluations and evaluations != self.judged.get(job_id):
-                self.judged[job_id] = evaluations
-                if reason := self.source.judge(job_id, evaluations):
-                    self._leave(standing, FleetState.ENDING, reason)
+        self.source_is_dry = True
 
     def _tell_end(self, standing: Standing) -> None:
         self.source.on_end(standing, self._follow(standing).evaluations if standing.launches else ())
@@ -211,43 +198,36 @@ class FleetRunner:
 
     def _act(self, decisions: Sequence[Decision], now: float) -> None:
         """Carry out the decisions: first what gives back, then what takes."""
+        starts = []
         for item in decisions:
             standing = self.jobs[item.job_id]
-            if isinstance(item, End) and not standing.state.has_nodes:
+            if item.kind == "end" and standing.state.has_nodes:
+                self._leave(standing, FleetState.ENDING, item.reason)
+            elif item.kind == "end":
                 self._settle(standing, FleetState.ENDED, item.reason)
-            elif isinstance(item, End | Pause) and standing.state is not FleetState.ENDING:
-                state = FleetState.ENDING if isinstance(item, End) else FleetState.PAUSING
-                self._leave(standing, state, item.reason)
-        for standing in list(self.jobs.values()):
-            if standing.state is FleetState.RUNNING and standing.paid_units > standing.grant_units:
-                self._leave(standing, FleetState.PAUSING, "its nodes did not stop at its limit")
-        for item in decisions:
-            if isinstance(item, RaiseGrant) and self.jobs[item.job_id].state is FleetState.RUNNING:
-                # first here and then to its nodes
-                self._tell_limit(self._keep(self.jobs[item.job_id], grant_units=item.grant_units), True)
-        starts = [item for item in decisions if isinstance(item, Start)]
-        for start in starts:
-            standing = self.jobs[start.job_id]
-            self._keep(
-                standing,
-                state=FleetState.RUNNING,
-                nodes=standing.job.nodes,
-                grant_units=start.grant_units,
-                reason="",
-                launches=standing.launches + 1,
-                before=launch_mark(standing.job),
-                launched_at=now,
-            )
-            self.told(f"{start.job_id}: {start.reason} on {count_nodes(standing.job.nodes)}")
+            elif item.kind == "raise":
+                self._tell_limit(self._keep(standing, grant_units=item.grant_units))  # first here, then its nodes
+            else:
+                started = self._keep(
+                    standing,
+                    state=FleetState.RUNNING,
+                    nodes=standing.job.nodes,
+                    grant_units=item.grant_units,
+                    reason="",
+                    launches=standing.launches + 1,
+                    before=launch_mark(standing.job),
+                    launched_at=now,
+                )
+                starts.append(started)
+                self.told(f"{item.job_id}: {item.reason} on {count_nodes(standing.job.nodes)}")
         leaving = [standing for standing in self.jobs.values() if standing.state in RESTS]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            started = [(start.job_id, pool.submit(self._start, self.jobs[start.job_id])) for start in starts]
+            answers = [(started, pool.submit(self._start, started)) for started in starts]
             left = [pool.submit(self._cancel, standing) for standing in leaving]
         for job in left:
             job.result()
-        for job_id, answer in started:
-            self._note_start(self.jobs[job_id], answer.result(), now)
-        self.has_begun = bool(starts)
+        for started, answer in answers:
+            self._note_start(started, answer.result(), now)
 
     def _leave(self, standing: Standing, state: FleetState, reason: str) -> None:
         """Note that a job is to leave its nodes; it is asked to at the end of the look."""
@@ -259,11 +239,11 @@ class FleetRunner:
         with suppress(ClusterError):  # it was not started: the next look says so
             self.manager.cancel_job(standing.job_id)
 
-    def _tell_limit(self, standing: Standing, is_raised: bool = False) -> None:
+    def _tell_limit(self, standing: Standing) -> None:
         """Tell the nodes of a job their limit, if it is not what they were told."""
-        least_change = 0.0 if is_raised else LIMIT_CHANGE_SECONDS
         limit, dollars = self._limit(standing)
-        if abs(limit - self.told_limits.get(standing.job_id, -math.inf)) > least_change:
+        told = self.told_limits.get(standing.job_id)
+        if told is None or abs(limit - told) > LIMIT_CHANGE_SHARE * (limit - standing.node_seconds):
             write_limit(standing.job.rundir, limit, dollars)
             self.told_limits[standing.job_id] = limit
 
@@ -310,44 +290,11 @@ def launch_mark(job: FleetJob) -> str:
         return ""
 
 
-MEASURED_SPREAD = 0.1
-"""Standard deviation of the work left, as a fraction of it, once a job tells its speed."""
 MOST_FAILURES = 3
 """Launches in a row without a result of their own, after which a job is given up."""
 PATIENCE_SECONDS = 5.0
 """Seconds until the next try after the first of them; doubled with each."""
 CAME_TO_LIMIT = "it reached its limit, and saved a checkpoint"
-
-
-class Followed(JobFollower):
-    """A job as far as its events were read."""
-
-    def __init__(self, rundir: RunDir) -> None:
-        super().__init__(rundir)
-        self.judged: dict[int, EvaluationEvent] = {}
-        """The evaluations of the validation split by step; of a step that was done again, the last."""
-
-    def look(self) -> None:
-        """Read what has come since."""
-        for events in self.read():
-            for event in read_events(EvaluationEvent, events):
-                if event.split == "valid" and event.step is not None:
-                    self.judged[event.step] = event
-
-    @property
-    def evaluations(self) -> Sequence[EvaluationEvent]:
-        """Return the evaluations in order of steps."""
-        return tuple(self.judged[step] for step in sorted(self.judged))
-
-    def stands(self, standing: Standing, now: float) -> Standing:
-        """Return how the job stands, with what it has told since it was given its nodes last."""
-        reports, launched_at = self.view.reports, standing.launched_at
-        if not reports or launched_at is None or reports[-1][0] < launched_at:
-            return standing
-        if (left := time_left(self.view, None, now)) is not None:
-            work = left.seconds * standing.job.nodes
-            standing = replace(standing, left_node_seconds=work, left_spread=MEASURED_SPREAD)
-        return replace(standing, is_training=True)
 
 
 def judge_launch_end(

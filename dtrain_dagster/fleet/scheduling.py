@@ -1,78 +1,79 @@
 """Which jobs of a fleet run now, with how many dollars: `decide`. Pure: no clock, no storage.
 
+A *grant* is the dollars that a job may have cost in all when its nodes stop by themselves; they know it as node-seconds
+(`trainer.engine.budget`). What a node is paid for after the limit (it has to notice; one that was just started has to
+load its program first) is part of the grant and not of the limit: `FleetLimits.margin_seconds`. So the sum of all
+grants, kept within the budget, bounds what is paid, whoever is alive.
+
+    grant = paid + nodes * (margin + the seconds that it may go on)
+
 In order of rank: the higher priority, then what is begun, then what takes less. The rules:
 
 1. A job that can no longer end by its deadline, or within what the budget has left, is ended or never begun.
-2. Running jobs are promised more dollars as they use up what they have. Where they run short, the last in rank is
-   paused, so that the others end.
-3. The first job that waits begins as soon as its nodes are free, and all that runs, and it, can still end within the
-   budget. Nobody passes a job that waits for nodes, and a running job keeps its own.
-
-Dollars are bounded without any of this: see `grants`.
+2. A job is promised all dollars to its end before it begins, and more if it takes longer. One for which too few are
+   left saves a checkpoint at its limit, and is continued if dollars come back.
+3. The first job that waits begins as soon as its nodes are free, and the dollars to its end and to those of all that
+   runs. Nobody passes a job that waits for nodes, and a running job keeps its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dtrain_dagster.costs.money import usd
-from dtrain_dagster.fleet.grants import first_grant, next_grant, units_to_end
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.support.formatting import dollars, format_duration
 
-
-@dataclass(frozen=True, slots=True)
-class FleetFacts:
-    """A fleet at one moment."""
-
-    limits: FleetLimits
-    jobs: tuple[Standing, ...]
-    """Those that are over may be left out, if `settled_units` has what they were paid."""
-    more_may_come: bool = False
-    """Whether the source may give more jobs."""
-    settled_units: int = 0
+LEAST_WORK_SECONDS = 30.0
+"""Seconds for which a job is promised dollars at least that still runs after all that was expected of it. The next
+look, which may be some seconds away, and its evaluation fit into it."""
+UNFORESEEN_SHARE, UNFORESEEN_SECONDS = 0.25, 450.0
+"""Share of its whole work, and at most seconds, for which such a job is promised dollars."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """Begin or continue a job as a new launch."""
+class Decision:
+    """What is to be done with one job."""
 
     job_id: str
-    grant_units: int
-    reason: str
+    kind: Literal["start", "raise", "end"]
+    """Begin or continue it as a new launch; promise it more while it runs; end it for good, or never begin it."""
+    grant_units: int = 0
+    """Its new grant."""
+    reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RaiseGrant:
-    """Promise a running job more dollars."""
-
-    job_id: str
-    grant_units: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pause:
-    """Have a running job save a checkpoint and leave its nodes."""
-
-    job_id: str
-    reason: str
+def node_limit(standing: Standing, limits: FleetLimits) -> float:
+    """Return the node-seconds over all launches at which the nodes of a job stop by themselves. On nodes that cost less
+    than the dearest, more of its grant is left at each look."""
+    unpaid = standing.grant_units - standing.paid_units - margin_units(standing.nodes, limits)
+    return standing.node_seconds + limits.seconds_of(max(0, unpaid))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class End:
-    """End a job for good, or never begin it."""
-
-    job_id: str
-    reason: str
+def margin_units(nodes: int, limits: FleetLimits) -> int:
+    """Return what nodes may cost after their job has come to its limit."""
+    return limits.units_of(nodes * limits.margin_seconds)
 
 
-Decision = Start | RaiseGrant | Pause | End
+def units_to_end(standing: Standing, limits: FleetLimits, deviations: float = 1.0) -> int:
+    """Return what a job still costs to its end, if its work takes so many standard deviations more than expected; with
+    the margin."""
+    nodes, seconds = standing.job.nodes, standing.seconds_left(deviations)
+    if standing.is_training and deviations:  # it may have done all that was expected of it, and still run
+        unforeseen = min(UNFORESEEN_SECONDS, UNFORESEEN_SHARE * standing.job.paid_seconds / nodes)
+        seconds = max(seconds, LEAST_WORK_SECONDS, unforeseen)
+    return limits.units_of(nodes * seconds) + margin_units(nodes, limits)
 
 
-def decide(facts: FleetFacts, now: float) -> tuple[Decision, ...]:
-    """Return what to do at Unix time ``now``, in this order: dollars are promised out of what is free before."""
-    return tuple(Look(facts, now).decisions)
+def decide(
+    limits: FleetLimits, jobs: Sequence[Standing], now: float, more_may_come: bool = False, settled_units: int = 0
+) -> tuple[Decision, ...]:
+    """Return what to do at Unix time ``now``, in this order: dollars are promised out of what is free before. Arguments
+    as of `Look`."""
+    return tuple(Look(limits, jobs, now, more_may_come, settled_units).decisions)
 
 
 def rank(standing: Standing) -> tuple[float, ...]:
@@ -83,113 +84,106 @@ def rank(standing: Standing) -> tuple[float, ...]:
 class Look:
     """All that is decided at one moment."""
 
-    def __init__(self, facts: FleetFacts, now: float) -> None:
-        self.limits, self.now, self.more_may_come = facts.limits, now, facts.more_may_come
-        self.jobs = sorted((item for item in facts.jobs if not item.state.is_final), key=rank)
-        self.running = [item for item in self.jobs if item.state is FleetState.RUNNING]
-        """The jobs that go on as they are, in order of rank."""
-        self.candidates = [item for item in self.jobs if not item.state.has_nodes]
-        """The jobs without nodes, in order of rank."""
-        settled = facts.settled_units + sum(item.paid_units for item in facts.jobs if item.state.is_final)
-        self.unspent_units = facts.limits.budget_units - settled - sum(item.paid_units for item in self.jobs)
-        self.free_units = facts.limits.budget_units - settled - sum(item.grant_units for item in self.jobs)
-        """Dollars that nobody was promised."""
-        in_use = sum(item.nodes for item in self.jobs if item.state.has_nodes)
-        self.free_nodes = max(0, facts.limits.nodes - in_use)  # somebody may have taken nodes from the fleet
+    def __init__(
+        self,
+        limits: FleetLimits,
+        jobs: Sequence[Standing],
+        now: float,
+        more_may_come: bool = False,
+        settled_units: int = 0,
+    ) -> None:
+        """``more_may_come``: whether the source may give more jobs; ``settled_units``: what jobs were paid that are
+        over and not among these."""
+        self.limits, self.now = limits, now
+        self.jobs = sorted((item for item in jobs if not item.state.is_final), key=rank)
+        settled = settled_units + sum(item.paid_units for item in jobs if item.state.is_final)
+        self.unspent_units = limits.budget_units - settled - sum(item.paid_units for item in self.jobs)
+        self.free_units = limits.budget_units - settled - sum(item.grant_units for item in self.jobs)
+        """Dollars that nobody was promised, or needs to its end; below 0 where they need more than there are."""
         self.decisions: list[Decision] = []
         self.waits: dict[str, str] = {}
         """By job without nodes that neither begins nor ends now, why it waits."""
-        self.end_hopeless()
-        self.raise_grants()
-        self.begin()
-        self.end_the_rest()
+        running = [item for item in self.jobs if item.state is FleetState.RUNNING and not self._is_late(item)]
+        candidates = [item for item in self.jobs if not item.state.has_nodes and not self._is_hopeless(item)]
+        for item in running:
+            self._promise(item)
+        self._begin(candidates)
+        if not more_may_come:
+            self._end_the_rest(candidates)
 
-    def end(self, standing: Standing, reason: str) -> None:
-        """Decide that a job is over."""
-        self.decisions.append(End(job_id=standing.job_id, reason=reason))
+    def _end(self, standing: Standing, reason: str) -> bool:
+        self.decisions.append(Decision(job_id=standing.job_id, kind="end", reason=reason))
+        return True
 
-    def end_hopeless(self) -> None:
-        """End what can no longer end in time, or needs more nodes than there are."""
-        for item in self.running:
-            left, at_least = item.deadline(self.limits) - self.now, item.seconds_left(deviations=-2.0)
-            if left <= 0:
-                self.end(item, "its deadline has passed")
-            elif at_least > left:
-                words = f"it needs at least {format_duration(at_least)} more, and its deadline is in "
-                self.end(item, words + format_duration(left))
-        for item in self.candidates:
-            left, needs, nodes = item.deadline(self.limits) - self.now, item.seconds_left(), item.job.nodes
-            if nodes > self.limits.nodes:
-                self.end(item, f"it needs {nodes} nodes, but the fleet has {self.limits.nodes}")
-            elif needs > left:
-                words = f"not {item.verb}: it would take {format_duration(needs)} on {count_nodes(nodes)}, and its "
-                self.end(item, f"{words}deadline is in {format_duration(max(0.0, left))}")
-        self._drop_ended()
+    def _is_late(self, item: Standing) -> bool:
+        """End a running job that can no longer end in time, and return whether it is one."""
+        left, at_least = item.deadline(self.limits) - self.now, item.seconds_left(deviations=-2.0)
+        if left <= 0:
+            return self._end(item, "its deadline has passed")
+        words = f"it needs at least {format_duration(at_least)} more, and its deadline is in "
+        return at_least > left and self._end(item, words + format_duration(left))
 
-    def _drop_ended(self) -> None:
-        over = {item.job_id for item in self.decisions if isinstance(item, End | Pause)}
-        self.running = [item for item in self.running if item.job_id not in over]
-        self.candidates = [item for item in self.candidates if item.job_id not in over]
+    def _is_hopeless(self, item: Standing) -> bool:
+        """End a job without nodes that cannot end in time, or needs more nodes than there are, and return whether it is
+        one."""
+        left, needs, nodes = item.deadline(self.limits) - self.now, item.seconds_left(), item.job.nodes
+        if nodes > self.limits.nodes:
+            return self._end(item, f"it needs {nodes} nodes, but the fleet has {self.limits.nodes}")
+        if needs <= left:
+            return False
+        words = f"not {item.verb}: it would take {format_duration(needs)} on {count_nodes(nodes)}, and its deadline is "
+        return self._end(item, f"{words}in {format_duration(max(0.0, left))}")
 
-    def raise_grants(self) -> None:
-        """Promise more dollars to those that use up theirs; where they run short, pause the last in rank."""
-        is_short, is_someone_leaving = False, len(self.running) < sum(item.state.has_nodes for item in self.jobs)
-        for item in self.running:
-            answer = next_grant(item, self.free_units, self.limits)
-            if answer.grant_units is not None:
-                self.free_units -= answer.grant_units - item.grant_units
-                self.decisions.append(RaiseGrant(job_id=item.job_id, grant_units=answer.grant_units))
-            is_short = is_short or (answer.lacks and item is not self.running[-1])
-        if is_short and not is_someone_leaving:
-            why = "the budget is running short, and jobs of higher rank have to end"
-            self.decisions.append(Pause(job_id=self.running[-1].job_id, reason=why))
-            self._drop_ended()
+    def _promise(self, item: Standing) -> None:
+        """Promise a running job more as soon as it has half of what it needs to its end, and keep free what it needs
+        besides. One that cannot end with all that is left comes to its limit."""
+        has, needs = item.grant_units - item.paid_units, units_to_end(item, self.limits)
+        more, expected = max(0, needs - has), units_to_end(item, self.limits, 0.0)
+        if expected > self.unspent_units:
+            return
+        margin, given = margin_units(item.nodes, self.limits), min(more, self.free_units)
+        if given > 0 and 2 * (has - margin) < needs - margin and has + given >= expected:
+            self.decisions.append(Decision(job_id=item.job_id, kind="raise", grant_units=item.grant_units + given))
+        self.free_units -= more
 
-    def begin(self) -> None:
+    def _begin(self, candidates: Sequence[Standing]) -> None:
         """Choose the jobs that begin or are continued, in order of rank."""
-        needed = sum(  # to the ends of all that runs, beyond what it was promised
-            max(0, item.paid_units + units_to_end(item, self.limits) - item.grant_units) for item in self.running
-        )
-        first, chosen = "", list[Standing]()
-        for number, item in enumerate(self.candidates):
-            if not self.free_nodes:
-                self.waits |= {other.job_id: "no node is free" for other in self.candidates[number:]}
+        in_use = sum(item.nodes for item in self.jobs if item.state.has_nodes)
+        free_nodes = max(0, self.limits.nodes - in_use)  # somebody may have taken nodes from the fleet
+        first = ""
+        for number, item in enumerate(candidates):
+            if not free_nodes:
+                self.waits |= {other.job_id: "no node is free" for other in candidates[number:]}
                 break
             if item.not_before > self.now:
                 self.waits[item.job_id] = "the cluster had no nodes for it: it is tried again later"
                 continue
             needs = units_to_end(item, self.limits)
             if needs > self.unspent_units:
-                self.end(item, too_dear(item, needs, self.unspent_units))
+                self._end(item, too_dear(item, needs, self.unspent_units))
                 continue
-            needed += needs  # also where it has to wait, so that what comes after it does not use it up
-            if needed > self.free_units:
+            self.free_units -= needs  # also where it has to wait, so that what comes after it does not use it up
+            if self.free_units < 0:
                 self.waits[item.job_id] = "the rest of the budget is needed by jobs ahead of it"
             elif first:
                 self.waits[item.job_id] = f"nodes are kept for {first}, which comes before it"
-            elif item.job.nodes > self.free_nodes:
-                first, are_free = item.job_id, f"{self.free_nodes} {'is' if self.free_nodes < 2 else 'are'} free"
+            elif item.job.nodes > free_nodes:
+                first, are_free = item.job_id, f"{free_nodes} {'is' if free_nodes < 2 else 'are'} free"
                 self.waits[first] = f"it needs {count_nodes(item.job.nodes)}, and {are_free}"
             else:
-                self.free_nodes -= item.job.nodes
-                chosen.append(item)
-        for item in chosen:
-            grant = first_grant(item, self.free_units, self.limits)
-            if grant is None:
-                self.waits[item.job_id] = "the rest of the budget was promised to jobs that run"
-                continue
-            self.free_units -= grant - item.grant_units
-            self.decisions.append(Start(job_id=item.job_id, grant_units=grant, reason=item.verb))
+                free_nodes -= item.job.nodes
+                grant = item.paid_units + needs
+                self.decisions.append(Decision(job_id=item.job_id, kind="start", grant_units=grant, reason=item.verb))
 
-    def end_the_rest(self) -> None:
+    def _end_the_rest(self, candidates: Sequence[Standing]) -> None:
         """End what waits, where nothing runs that could make room for it."""
-        is_retried = any(item.not_before > self.now for item in self.candidates)
-        starts = any(isinstance(item, Start) for item in self.decisions)
-        if is_retried or starts or self.more_may_come or any(item.state.has_nodes for item in self.jobs):
+        is_retried = any(item.not_before > self.now for item in candidates)
+        starts = any(item.kind == "start" for item in self.decisions)
+        if is_retried or starts or any(item.state.has_nodes for item in self.jobs):
             return
-        for item in self.candidates:
+        for item in candidates:
             if why := self.waits.pop(item.job_id, ""):
-                self.end(item, f"not begun: {why}")
+                self._end(item, f"not begun: {why}")
 
 
 def too_dear(standing: Standing, needs: int, unspent: int) -> str:

@@ -9,7 +9,6 @@ it has noted on each (`FleetJob.facts`), and asked which ends it wants to be tol
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +23,6 @@ from trainer.setting_errors import describe_error
 class JobSource:
     """Gives jobs to a fleet, and judges them as they run; by itself it gives none. All calls come from one thread."""
 
-    waiting_ahead = sys.maxsize
-    """How many of its jobs may wait for nodes. With 1 it is asked for a job only when the one before has begun and
-    nodes are free, so that it decides as late as it can."""
-
     def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
         """Take over the jobs that were given before, in their order, and return the ids of those of whose end it has to
         be told again, if they are over. Called once, first. Raise `FleetError` where they cannot be its own."""
@@ -40,7 +35,7 @@ class JobSource:
 
     def judge(self, job_id: str, evaluations: Sequence[EvaluationEvent]) -> str:
         """Return why a running job is to be ended now, for people to read; "" where it goes on. ``evaluations``: all
-        that it has had of its validation split, in order of steps. It is asked each time that one more has come."""
+        that it has had of its validation split, in order of steps. It is asked at each look."""
         return ""
 
     def on_end(self, standing: Standing, evaluations: Sequence[EvaluationEvent]) -> None:
@@ -132,7 +127,6 @@ class FleetFile(BaseModel):
     deadline_hours: float | None = Field(default=None, gt=0)
     """Hours from its beginning."""
     margin_seconds: float = Field(default=30.0, gt=0)
-    slice_seconds: float = Field(default=1800.0, gt=0)
     """See `dtrain_dagster.fleet.jobs.FleetLimits`."""
     defaults: dict[str, Any] = Field(default_factory=dict)
     """Fields of every job that does not give them itself."""

@@ -6,19 +6,51 @@ The same view is printed by `dtrain fleet` and sent as JSON.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from dtrain_dagster.clusters import presence
 from dtrain_dagster.costs.money import USD, usd
 from dtrain_dagster.costs.plan import launch_price
 from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
-from dtrain_dagster.fleet.runner import Followed
-from dtrain_dagster.fleet.scheduling import FleetFacts, Look
+from dtrain_dagster.fleet.scheduling import Look
+from dtrain_dagster.jobs.view import JobFollower, JobView
 from dtrain_dagster.planning.projection import time_left
+from trainer.documents.events import EvaluationEvent, read_events
 from trainer.documents.presences import stale_seconds
 from trainer.errors import DamagedError
+from trainer.rundir import RunDir
+
+
+class Followed(JobFollower):
+    """A job as far as its events were read."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        super().__init__(rundir)
+        self.judged: dict[int, EvaluationEvent] = {}
+        """The evaluations of the validation split by step; of a step that was done again, the last."""
+
+    def look(self) -> None:
+        """Read what has come since."""
+        for events in self.read():
+            for event in read_events(EvaluationEvent, events):
+                if event.split == "valid" and event.step is not None:
+                    self.judged[event.step] = event
+
+    @property
+    def evaluations(self) -> Sequence[EvaluationEvent]:
+        """Return the evaluations in order of steps."""
+        return tuple(self.judged[step] for step in sorted(self.judged))
+
+    def stands(self, standing: Standing, now: float) -> Standing:
+        """Return how the job stands, with what it has told since it was given its nodes last."""
+        reports, launched_at = self.view.reports, standing.launched_at
+        if not reports or launched_at is None or reports[-1][0] < launched_at:
+            return standing
+        if (left := time_left(self.view, None, now)) is not None:
+            standing = replace(standing, left_node_seconds=left.seconds * standing.job.nodes)
+        return replace(standing, is_training=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,17 +61,17 @@ class FleetRow:
     state: FleetState
     priority: int
     nodes: int
-    step: int | None = None
-    total_steps: int | None = None
-    loss: float | None = None
-    valid_loss: float | None = None
-    seconds_left: float | None = None
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    valid_loss: float | None
+    seconds_left: float | None
     """Seconds to the end of its training; of a job with nodes while it trains."""
-    usd: float = 0.0
-    promised_usd: float = 0.0
+    usd: float
+    promised_usd: float
     """What it may have cost when its nodes stop by themselves."""
-    launches: int = 0
-    why: str = ""
+    launches: int
+    why: str
     """Why it is where it is, or not where one would have it."""
 
 
@@ -61,31 +93,13 @@ class FleetView:
     """Seconds until all these jobs are over, if each takes what is expected of it; None while that is not known of one
     of them. A search may begin more."""
     jobs: tuple[FleetRow, ...]
-
-    @property
-    def used_usd(self) -> float:
-        """Return what all jobs have cost."""
-        return sum(job.usd for job in self.jobs)
-
-    @property
-    def promised_usd(self) -> float:
-        """Return what they may have cost when all nodes stop by themselves."""
-        return sum(job.promised_usd for job in self.jobs)
-
-    @property
-    def busy_nodes(self) -> int:
-        """Return the nodes that jobs have now."""
-        return sum(job.nodes for job in self.jobs)
-
-    @property
-    def over(self) -> int:
-        """Return how many jobs are over."""
-        return sum(job.state.is_final for job in self.jobs)
-
-    def document(self) -> dict[str, Any]:
-        """Return the view for JSON."""
-        sums = ("used_usd", "promised_usd", "busy_nodes", "over")
-        return asdict(self) | {name: getattr(self, name) for name in sums}
+    used_usd: float
+    """What all jobs have cost."""
+    promised_usd: float
+    """What they may have cost when all nodes stop by themselves."""
+    busy_nodes: int
+    over: int
+    """How many jobs are over."""
 
 
 class FleetWatch:
@@ -99,11 +113,10 @@ class FleetWatch:
     def view(self, now: float | None = None) -> FleetView:
         """Return the fleet as it is now. Raise `FleetError` where there is none of that name."""
         now = time.time() if now is None else now
-        limits, standings = self.records.limits(), self.records.standings()
-        rows = [self._row(standing, limits, now) for standing in standings]
-        told = [self._as_told(*item, now) for item in zip(standings, rows, strict=True)]
-        waits = Look(FleetFacts(limits, tuple(told), more_may_come=True), now).waits
-        rows = [replace(row, why=f"waits: {waits[row.job_id]}") if row.job_id in waits else row for row in rows]
+        limits, noted = self.records.limits(), self.records.standings()
+        standings, rows = zip(*(self._look_at(item, limits, now) for item in noted), strict=True) if noted else ((), ())
+        waits = Look(limits, standings, now, more_may_come=True).waits
+        rows = tuple(replace(row, why=f"waits: {waits[row.job_id]}") if row.job_id in waits else row for row in rows)
         return FleetView(
             name=self.records.name,
             at=now,
@@ -115,61 +128,61 @@ class FleetWatch:
             is_run=self.records.is_run(),
             is_cancelled=self.records.is_cancelled(),
             ends_in_seconds=_seconds_to_end(standings, rows, limits.nodes),
-            jobs=tuple(rows),
+            jobs=rows,
+            used_usd=sum(row.usd for row in rows),
+            promised_usd=sum(row.promised_usd for row in rows),
+            busy_nodes=sum(row.nodes for row in rows),
+            over=sum(row.state.is_final for row in rows),
         )
 
-    def _as_told(self, standing: Standing, row: FleetRow, now: float) -> Standing:
-        """Return how a job stands with what it has told and cost since that was noted: it is noted at its end."""
-        follower = self._followers.get(standing.job_id)
-        if follower is None or not standing.state.has_nodes:
-            return standing
-        return replace(follower.stands(standing, now), paid_units=max(standing.paid_units, round(row.usd * USD)))
-
-    def _row(self, standing: Standing, limits: FleetLimits, now: float) -> FleetRow:
-        job_id, state = standing.job_id, standing.state
+    def _look_at(self, standing: Standing, limits: FleetLimits, now: float) -> tuple[Standing, FleetRow]:
+        """Return how a job stands, with what it has told and cost since that was noted, and its row."""
+        job_id, state, why, told = standing.job_id, standing.state, standing.reason.partition("\n")[0], JobView()
         if job_id in self._done and self._done[job_id].state == state:
-            return self._done[job_id]
-        rests = not state.is_final and not state.has_nodes
+            return standing, self._done[job_id]
+        if standing.launches and standing.job.config is not None:
+            follower = self._followers.setdefault(job_id, Followed(standing.job.rundir))
+            try:
+                follower.look()
+                told = follower.view
+                if state.has_nodes:
+                    standing = replace(
+                        follower.stands(standing, now),
+                        paid_units=standing.paid_units + unnoted_units(standing, limits, now),
+                    )
+            except (DamagedError, OSError) as error:
+                why = str(error)
+        is_known = not state.is_final and (standing.is_training or not state.has_nodes)
         row = FleetRow(
             job_id=job_id,
             state=state,
             priority=standing.job.priority,
             nodes=standing.nodes,
-            seconds_left=standing.seconds_left() if rests else None,
+            step=told.step or None,
+            total_steps=told.total_steps,
+            loss=told.loss,
+            valid_loss=told.valid_loss,
+            seconds_left=standing.seconds_left() if is_known else None,
             usd=standing.usd,
             promised_usd=usd(standing.grant_units),
             launches=standing.launches,
-            why=standing.reason.partition("\n")[0],
+            why=why,
         )
-        if standing.launches and standing.job.config is not None:
-            row = self._told(standing, row, limits, now)
         if state.is_final:
             self._done[job_id] = row
-        return row
-
-    def _told(self, standing: Standing, row: FleetRow, limits: FleetLimits, now: float) -> FleetRow:
-        """Return the row of a job with what its run directory says."""
-        rundir = standing.job.rundir
-        follower = self._followers.setdefault(standing.job_id, Followed(rundir))
-        try:
-            follower.look()
-            told = follower.view
-            row = replace(
-                row, step=told.step or None, total_steps=told.total_steps, loss=told.loss, valid_loss=told.valid_loss
-            )
-            if standing.state.has_nodes:
-                usage = presence.usage(rundir.nodes(), "", True, now, stale_seconds(rundir.storage))
-                seconds = sum(max(0.0, item.ended_at - item.started_at) for item in usage) - standing.node_seconds
-                price = launch_price(rundir, "dedicated") or limits.usd_per_node_hour
-                left = time_left(told, None, now)
-                more = max(0.0, seconds) * price / 3600
-                row = replace(row, usd=row.usd + more, seconds_left=left.seconds if left else None)
-        except (DamagedError, OSError) as error:
-            return replace(row, why=str(error))
-        return row
+        return standing, row
 
 
-def _seconds_to_end(standings: list[Standing], rows: list[FleetRow], nodes: int) -> float | None:
+def unnoted_units(standing: Standing, limits: FleetLimits, now: float) -> int:
+    """Return what the nodes of a job have cost since its bill was noted. Raise as its run directory does."""
+    rundir = standing.job.rundir
+    usage = presence.usage(rundir.nodes(), "", True, now, stale_seconds(rundir.storage))
+    seconds = sum(max(0.0, item.ended_at - item.started_at) for item in usage) - standing.node_seconds
+    price = launch_price(rundir, "dedicated") or limits.usd_per_node_hour
+    return round(max(0.0, seconds) * price / 3600 * USD)
+
+
+def _seconds_to_end(standings: Sequence[Standing], rows: Sequence[FleetRow], nodes: int) -> float | None:
     """Return the seconds until all are over, as if the nodes were always busy: at least what the longest takes."""
     each = [
         (standing.job.nodes, row.seconds_left)

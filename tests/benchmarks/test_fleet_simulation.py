@@ -33,7 +33,7 @@ def jobs_of(seed: int, count: int) -> list[SimulatedJob]:
 def check(seed: int, count: int, share: float, away: list[tuple[float, float]]) -> None:
     jobs = jobs_of(seed, count)
     whole = sum(item.node_seconds for item in jobs) / 3600 * 3.06
-    limits = FleetLimits(budget_usd=share * whole, nodes=4, usd_per_node_hour=3.06, slice_seconds=300.0)
+    limits = FleetLimits(budget_usd=share * whole, nodes=4, usd_per_node_hour=3.06)
     played = play(jobs, limits, Surroundings(seed=seed, away=away, look_seconds=60.0))
     assert played.overspent_usd == 0
     assert played.used_usd <= played.most_granted_usd <= limits.budget_usd

@@ -35,7 +35,7 @@ def shell(tmp_path: Path) -> Iterator[FleetShell]:
 def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_where_it_was(shell: FleetShell):
     budget = 240 * PRICE
     jobs = [{"name": "a", "priority": 1}, {"name": "b"}]
-    shell.write(budget, jobs, 20, **{"training.epochs": 100_000})  # far more than was expected of them
+    shell.write(budget, jobs, **{"training.epochs": 100_000})  # far more than was expected of them
     orchestrator = shell.start("fleet", "fleet.yaml")
     deadline = time.monotonic() + 200
     while not all(list(shell.rundir(name).events("step")) for name in "ab"):
@@ -80,7 +80,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
 def test_a_fleet_goes_on_after_a_kill_and_buys_nothing_twice(shell: FleetShell):
     low = {"name": "low", "nodes": 2, "set": {"training.epochs": 100_000}}
     high = {"name": "high", "priority": 1, "nodes": 2, "set": {"training.max_steps": 6}}
-    shell.write(10_000.0, [low], slice_seconds=900)
+    shell.write(10_000.0, [low])
     orchestrator = shell.start("fleet", "fleet.yaml")
     while not list(shell.rundir("low").events("step")):
         assert orchestrator.poll() is None, orchestrator.communicate()[0]
@@ -88,7 +88,7 @@ def test_a_fleet_goes_on_after_a_kill_and_buys_nothing_twice(shell: FleetShell):
     orchestrator.send_signal(signal.SIGKILL)
     orchestrator.wait()
 
-    shell.write(10_000.0, [low, high], slice_seconds=900)
+    shell.write(10_000.0, [low, high])
     again = shell.start("fleet", "fleet.yaml")
     while len(shell.status()["jobs"]) < 2:
         assert again.poll() is None, again.communicate()[0]
@@ -110,10 +110,10 @@ def test_a_fleet_goes_on_after_a_kill_and_buys_nothing_twice(shell: FleetShell):
         {"name": f"steps-{steps}", **same, "set": {"training.max_steps": steps, "training.epochs": 100_000}}
         for steps in (6, 60_000)
     ]
-    shell.write(10_000.0, [*known, {"name": "new", "expected_node_minutes": None}, {"name": "told"}], 900)
+    shell.write(10_000.0, [*known, {"name": "new", "expected_node_minutes": None}, {"name": "told"}])
     said = shell.run("fleet", "fleet.yaml", "--check")
     figures = dict(re.split(r" on \d nodes?: ", line, maxsplit=1) for line in said.splitlines() if " on " in line)
-    assert figures["small-new: 15 min 00 s"].startswith("a first guess: no past run of the same model, data and batch")
+    assert figures["small-new: 30 min 00 s"].startswith("a first guess: no past run of the same model, data and batch")
     assert figures["small-told: 30 s"] == "given"
     told = {name.split(": ")[0]: (name, why) for name, why in figures.items()}
     assert (

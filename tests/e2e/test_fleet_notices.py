@@ -51,7 +51,7 @@ def test_each_job_is_told_once_with_its_page_whoever_dies(shell: FleetShell) -> 
         shell.write(
             10_000.0,
             [job("short", 2, 120, 0.2), job("long", 2, 240, 0.2), job("bad", 1, 400, 0.0, fails_after=60)],
-            900,
+            2.0,
         )
         shell.run_until(lambda: all(list(shell.rundir(name).events("step")) for name in ("short", "long")))
         assert heard == [], "nothing has ended"

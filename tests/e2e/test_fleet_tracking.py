@@ -65,7 +65,7 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
     out["set"]["tracking.mlflow_tracking_uri"] = None
     never = {**job("never", 0, 3, 0.0), "expected_node_minutes": 1e6}
     jobs = [job("good", 3, 100, 0.1), job("bad", 2, 100, 0.0, fails_after=3), out, job("long", 1, 10**6, 0.1), never]
-    shell.write(3_000 * PRICE, jobs, 900)
+    shell.write(3_000 * PRICE, jobs)
 
     def has(name: str, state: str) -> bool:
         return bool(shell.kept(name)["state"] == state)
@@ -127,7 +127,7 @@ def test_each_job_is_one_run_below_that_of_the_fleet_with_its_end_and_dollars_al
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_start_of_a_fleet_can_be_kept_out_of_mlflow(shell: FleetShell) -> None:
-    shell.write(3_000 * PRICE, [job("one", 0, 3, 0.0)], 900)
+    shell.write(3_000 * PRICE, [job("one", 0, 3, 0.0)])
     off = FleetShell(
         shell.folder, shell.home, {**shell.environment, "DTRAIN_OPTIONS": "command_tracking=off"}, shell.jobs_uri
     )

@@ -22,7 +22,7 @@ from trainer.config import DatasetRef, DistributedTrainingConfig, JobConfig, Tra
 from trainer.observability.mlflow_sink import begin_run
 from trainer.rundir import TRACKING
 
-LIMITS = FleetLimits(budget_usd=1.0, nodes=2, usd_per_node_hour=3.06, margin_seconds=5.0, slice_seconds=60.0)
+LIMITS = FleetLimits(budget_usd=1.0, nodes=2, usd_per_node_hour=3.06, margin_seconds=5.0)
 ROOT = Path(__file__).parents[3]
 WORK = ROOT / "tests" / "dtrain_dagster" / "fleet" / "small_work.py"
 
