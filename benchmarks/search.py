@@ -41,9 +41,8 @@ import optuna
 from benchmarks.host import RESULTS, note, options_of, tell
 from dtrain_dagster.costs.money import SECOND, nano_usd
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
-from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.source import RANDOM_FIRST, Draw, TrialSource, as_optuna, ask_for_values, draw_values
-from dtrain_dagster.search.space import Space, parse_space
+from dtrain_dagster.search.space import Space, job_of_trial, parse_space
 from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialSeconds
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent, read_events
@@ -190,12 +189,12 @@ def play(pool: Pool, usual: TrialSeconds, settings: SearchSettings, draw: Draw, 
     ``usual``: what a trial takes; ``draw``: see `TrialSource`."""
     of, going = usual.of, dict[str, Recorded]()
 
-    def make_job(number: int, values: Mapping[str, Any], now: TrialSeconds) -> tuple[FleetJob, int]:
-        job = FleetJob(job_id=f"{number:04d}", node_seconds=now.training)
+    def make_job(number: int, values: Mapping[str, Any]) -> tuple[FleetJob, int]:
+        job = FleetJob(job_id=f"{number:04d}", node_seconds=usual.training)
         going[job.job_id] = pool.by_values[mark_of(values)]
         return job, of
 
-    source = TrialSource(pool.space, settings, make_job, usual, draw=draw)
+    source = TrialSource(pool.space, settings, make_job, draw=draw)
     played, running, waiting = Played(), dict[str, tuple[float, list[EvaluationEvent]]](), list[tuple[float, str]]()
     paid, now = 0.0, 0.0
 

@@ -117,8 +117,8 @@ def search_space(
     """Return the search of a space around a plan's training."""
     from dtrain_dagster.dashboard.job_list import jobs_page
     from dtrain_dagster.planning.check_job import check_job
-    from dtrain_dagster.search.check_space import check_space
     from dtrain_dagster.search.run import Measured, open_search, seconds_of_parts, trial_id
+    from dtrain_dagster.search.space import check_space
     from dtrain_dagster.search.tracking import SearchTracker
 
     cluster = of_plan(cluster, plan)
@@ -143,7 +143,7 @@ def search_space(
             if not project.tracks_in_workspace:
                 uri, settings = project.tracking_uri, request.settings
                 tracker = SearchTracker(uri, project.experiment, request.name, settings.metric, settings.sign)
-            result = search.result(search.run(log, tracker=tracker))
+            result = search.run(log, tracker=tracker)
     best = result["best"]
     addresses = {
         "best_job": project.job_url(trial_id(request.name, best["trial"])) if best else "",
@@ -231,7 +231,7 @@ def steps_of(result: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 def trial_rows(result: Mapping[str, Any], sign: float) -> list[dict[str, Any]]:
     """Return a row for each of the best trials, the best first; those without a score come last. Pure."""
-    from dtrain_dagster.search.check_space import shown_values
+    from dtrain_dagster.search.space import shown_values
 
     metric = result["metric"]
     scored = [row for row in result["trials"] if row["score"] is not None]

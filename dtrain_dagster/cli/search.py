@@ -43,11 +43,10 @@ from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.view import FleetWatch
 from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.check_job import check_job, data_of
-from dtrain_dagster.search.check_space import check_space, shown_values
 from dtrain_dagster.search.results import kept_result, search_names, summary
 from dtrain_dagster.search.run import Measured, Search, SearchRequest, measure_trial, open_search
 from dtrain_dagster.search.script import SearchedScript
-from dtrain_dagster.search.space import parse_space
+from dtrain_dagster.search.space import check_space, parse_space, shown_values
 from dtrain_dagster.search.tracking import SearchTracker
 from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings
 from dtrain_dagster.support.formatting import dollars
@@ -197,8 +196,7 @@ def _search(
     with asked.in_its_words():
         if script is not None:
             job, node_count, of_script, samples = _script(settings, asked, *script, search_name)
-            check_space(parsed, job, source=source)
-            of_script.check(job, parsed, source)
+            check_space(parsed, job, source=source, make=of_script.job_of)
         else:
             job, node_count = asked.job(settings, asked.fields(), search_name)
             say_what_is_wrong(job, node_count, settings)
@@ -292,8 +290,8 @@ def _run(found: Search, settings: Settings, as_json: bool, tracker: SearchTracke
         fleet_screen(console(), watch, is_shown=not as_json) as show,
         ended_by_signals(lambda: say_that_jobs_go_on("trials", name, again)),
     ):
-        source = found.run(lambda sentence: say(sentence, err=True), show, tracker)
-    _print_result(found.result(source), as_json)
+        result = found.run(lambda sentence: say(sentence, err=True), show, tracker)
+    _print_result(result, as_json)
 
 
 def _print_result(result: Mapping[str, Any], as_json: bool) -> None:

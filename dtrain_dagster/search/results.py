@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dtrain_dagster.search.check_space import job_of_trial, shown_values
-from dtrain_dagster.search.space import SpaceError
+from dtrain_dagster.search.space import SpaceError, job_of_trial, shown_values
 from dtrain_dagster.search.trials import SearchSettings, Trial, TrialState, best_trial
 from dtrain_dagster.support.formatting import dollars
 from trainer.config import PARTS, JobConfig

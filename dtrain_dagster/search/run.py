@@ -24,7 +24,6 @@ from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.runner import FleetRunner
 from dtrain_dagster.planning.build_plan import pace_mark, sizes_of
 from dtrain_dagster.planning.evidence import forecast_from_probe
-from dtrain_dagster.search.check_space import job_of_trial
 from dtrain_dagster.search.results import (
     BEST,
     RESULT,
@@ -38,7 +37,7 @@ from dtrain_dagster.search.results import (
 )
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.source import TrialSource
-from dtrain_dagster.search.space import SpaceError, parse_space
+from dtrain_dagster.search.space import SpaceError, count_trials, job_of_trial, parse_space
 from dtrain_dagster.search.trials import REDUCTION, Pruner, SearchSettings, TrialSeconds
 from dtrain_dagster.settings.cluster_kinds import Tier
 from dtrain_dagster.support.formatting import dollars, format_duration
@@ -100,7 +99,7 @@ class SearchRequest:
 
     def count_trials(self) -> int:
         """Return the most trials that it can have: no more than there are combinations of values."""
-        return int(min(self.settings.trials, parse_space(self.space).size))
+        return int(min(self.settings.trials, count_trials(parse_space(self.space))))
 
     def described(self) -> dict[str, Any]:
         """Return all that decides which trials the search has."""
@@ -148,12 +147,12 @@ class Search:
         tell: Callable[[str], object],
         watch: Callable[[], object] = lambda: None,
         tracker: SearchTracker | None = None,
-    ) -> TrialSource:
-        """Run the search, or go on with it, until it is over, and return its trials. ``tell`` is called with a sentence
-        on each trial that is over, and on what keeps ``tracker`` from writing to MLflow; ``watch`` after each look.
-        Raise `FleetError` where another process runs it."""
+    ) -> dict[str, Any]:
+        """Run the search, or go on with it, until it is over, and return its result (`result_of`). ``tell`` is called
+        with a sentence on each trial that is over, and on what keeps ``tracker`` from writing to MLflow; ``watch`` after
+        each look. Raise `FleetError` where another process runs it."""
         request = self.request
-        source = TrialSource(parse_space(request.space), request.settings, self._make_job, self.expected)
+        source = TrialSource(parse_space(request.space), request.settings, self._make_job)
         fleet = FleetRecords(self._home, request.name)
         env = with_order(self._env, part_of=SEARCH_PART)
         said: set[str] = set()
@@ -175,22 +174,24 @@ class Search:
                 processes_per_node=request.processes_per_node, env=env, tier=request.tier,
             )  # fmt: skip
             runner.run(look)
-        self._keep(source)
-        look(self.before_usd + sum(trial.usd for trial in source.trials))
+        result = self.result_of(source)
+        self._storage.write(RESULT, json.dumps(result, indent=1).encode())
+        if source.best is not None and request.script is None:
+            document = settings_document(request.name, request.settings, source.best, request.base)
+            self._storage.write(BEST, json.dumps(document, indent=2, sort_keys=True).encode())
+        look(result["usd"])
         if not fleet.is_cancelled():  # somebody knows already, and may go on with it
-            self._tell_end(self.result(source))
-        return source
+            self._tell_end(result)
+        return result
 
-    def _make_job(self, number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
+    def _make_job(self, number: int, values: Mapping[str, Any]) -> tuple[FleetJob, int]:
         """Return the job of a trial, and how often it is evaluated if it goes to its end."""
-        request, job_id = self.request, trial_id(self.request.name, number)
-        jobs_uri = request.base.run_dir.rpartition("/")[0]
-        base, command = replace(request.base, job_id=job_id, run_dir=f"{jobs_uri}/{job_id}"), None
+        request, script, usual = self.request, self.request.script, self.expected
+        job_id = trial_id(request.name, number)
+        base = replace(request.base, job_id=job_id, run_dir=f"{request.base.run_dir.rpartition('/')[0]}/{job_id}")
+        make = script.job_of if script else job_of_trial
         try:
-            if request.script is None:
-                job = job_of_trial(base, values, f"trial {number}")
-            else:
-                job, command = request.script.trial(base, values, f"trial {number}")
+            job = make(base, values, f"trial {number}")
             of = max(1, trial_sizes(request, job, None).work(request.nodes_per_trial).evaluations)
         except ConfigError as error:
             return FleetJob(job_id=job_id, node_seconds=1.0, problem=f"no training: {error}"), 1
@@ -200,7 +201,7 @@ class Search:
             node_seconds=max(1.0, usual.evaluation * of + usual.finish),
             startup_seconds=usual.startup / request.nodes_per_trial,
             config=job,
-            command=command,
+            command=script.command(values) if script else None,
         ), of
 
     def _tell_end(self, result: Mapping[str, Any]) -> None:
@@ -235,7 +236,7 @@ class Search:
             margin_seconds=MARGIN_SECONDS,
         )
 
-    def result(self, source: TrialSource) -> dict[str, Any]:
+    def result_of(self, source: TrialSource) -> dict[str, Any]:
         """Return the result as plain data: of a script with the command that trains with the best values, else with
         their file of settings."""
         request, best, script = self.request, source.best, self.request.script
@@ -251,14 +252,6 @@ class Search:
             "command": script.words(best.values) if best and script else None,
         }
         return result_document(source.trials, request.settings, self.before_usd, more)
-
-    def _keep(self, source: TrialSource) -> None:
-        """Write the result, and the settings of the best trial."""
-        request, best = self.request, source.best
-        self._storage.write(RESULT, json.dumps(self.result(source), indent=1).encode())
-        if best is not None and request.script is None:
-            document = settings_document(request.name, request.settings, best, request.base)
-            self._storage.write(BEST, json.dumps(document, indent=2, sort_keys=True).encode())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,7 +353,7 @@ def measure_trial(
     `dtrain_dagster.planning.evidence.run_probe` does."""
     nodes, ranks = request.nodes_per_trial, request.processes_per_node
     sizes = trial_sizes(request, request.base, os.cpu_count() if is_this_machine else None)
-    digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command(()))
+    digest, command = ("", None) if request.script is None else (request.script.digest, request.script.command({}))
     mark = f"{pace_mark(request.base, ranks, digest)}-w{request.base.training.world_size}-{request.name}"
     most = None if request.budget_usd is None else request.budget_usd / request.usd_per_node_hour * 3600
     found = forecast_from_probe(

@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dtrain_dagster.jobs.script_job import ScriptJob, describe_script
-from dtrain_dagster.search.check_space import ARGUMENT, extremes, job_of_trial, shown_values
-from dtrain_dagster.search.space import Space, SpaceError, Value
+from dtrain_dagster.search.space import ARGUMENT, Value, job_of_trial
 from trainer.config import JobConfig
 from trainer.errors import ConfigError
 
@@ -40,12 +39,12 @@ class SearchedScript:
         """Return what decides which trainings its trials are."""
         return {"arguments": list(self.arguments), "digest": self.digest}
 
-    def trial(self, base: JobConfig, values: Mapping[str, Value], source: str) -> tuple[JobConfig, tuple[str, ...]]:
-        """Return the job of a trial, with the name and the tracking of ``base``, and the command that trains it. Raise
-        `ConfigError` for values with which the script does not come to its call of fit, or trains on other data."""
+    def job_of(self, base: JobConfig, values: Mapping[str, Value], source: str) -> JobConfig:
+        """Return the job of a trial, with the name and the tracking of ``base``. Raise `ConfigError` for values with
+        which the script does not come to its call of fit, or trains on other data."""
         own = arguments_of(values)
         if not own:
-            return job_of_trial(base, values, source), self.command(())
+            return job_of_trial(base, values, source)
         place = f"{base.run_dir.rpartition('/')[0]}/described"  # where there is no checkpoint of another training
         found = _described(self.path, (*self.arguments, *own), self.overrides, place).job
         if found.dataset.dataset_id != base.dataset.dataset_id:
@@ -57,20 +56,11 @@ class SearchedScript:
         of_cluster = {name: getattr(base.training, name) for name in ("world_size", "threads_per_rank")}
         training = replace(found.training, **of_cluster)
         found = replace(found, job_id=base.job_id, run_dir=base.run_dir, tracking=base.tracking, training=training)
-        return job_of_trial(found, values, source), self.command(own)
+        return job_of_trial(found, values, source)
 
-    def command(self, own: Sequence[str]) -> tuple[str, ...]:
-        """Return what each process of a training runs."""
-        return (sys.executable, self.path, *self.arguments, *own)
-
-    def check(self, base: JobConfig, space: Space, source: str) -> None:
-        """Run the script with the least and the greatest arguments of a trial. Raise `SpaceError` where one of these
-        could not be trained."""
-        for values in extremes(space):
-            try:
-                self.trial(base, values, source)
-            except ConfigError as error:
-                raise SpaceError(f"{source}: a trial with {shown_values(values)}: {error}") from None
+    def command(self, values: Mapping[str, Value]) -> tuple[str, ...]:
+        """Return what each process of a trial runs."""
+        return (sys.executable, self.path, *self.arguments, *arguments_of(values))
 
     def words(self, values: Mapping[str, Value]) -> str:
         """Return the command of a shell that trains with these values."""

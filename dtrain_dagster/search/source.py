@@ -10,8 +10,8 @@ whomever and whenever, to the same values.
 
 from __future__ import annotations
 
+import itertools
 import math
-import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,12 @@ import numpy as np
 
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState, Standing
 from dtrain_dagster.fleet.source import JobSource
-from dtrain_dagster.search.space import Space, Value
+from dtrain_dagster.search.space import Value, count_trials, values_of
 from dtrain_dagster.search.trials import (
     LOSS,
     Sampler,
     SearchSettings,
     Trial,
-    TrialSeconds,
     TrialState,
     best_trial,
     is_decision,
@@ -38,32 +37,22 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     import optuna
 
+    from dtrain_dagster.search.space import Space
 
-MakeJob = Callable[[int, Mapping[str, Any], TrialSeconds], tuple[FleetJob, int]]
-"""Makes the job of a trial from its number, its values and what trials take, and tells how often it is evaluated in
-all. The job of values that do not go together has a `problem`."""
+MakeJob = Callable[[int, Mapping[str, Any]], tuple[FleetJob, int]]
+"""Makes the job of a trial from its number and its values, and tells how often it is evaluated in all. The job of
+values that do not go together has a `problem`."""
 Draw = Callable[[int, Sequence[Trial], Sequence[Trial]], Mapping[str, Any] | None]
-"""Returns the values of a trial by its number, the trials whose results count, and those that are not known yet; None
-where there are no more."""
+"""Returns the values of a trial by its number, the trials whose results count, and others, of which only their values
+do: how far they have come is chance; None where there are no more."""
 
 
 class TrialSource(JobSource):
     """The trials of one search."""
 
-    waiting_ahead = 1
-
-    def __init__(
-        self,
-        space: Space,
-        settings: SearchSettings,
-        make_job: MakeJob,
-        expected: TrialSeconds,
-        draw: Draw | None = None,
-    ) -> None:
-        """``expected``: what a trial takes, as known before the first one; ``draw``: what gives trials their values;
-        None: the sampler of the settings."""
-        self.space, self.settings = space, settings
-        self._make_job, self._expected = make_job, expected
+    def __init__(self, space: Space, settings: SearchSettings, make_job: MakeJob, draw: Draw | None = None) -> None:
+        """``draw``: what gives trials their values; None: the sampler of the settings."""
+        self.space, self.settings, self._make_job = space, settings, make_job
         self._trials: list[Trial] = []
         self._numbers: dict[str, int] = {}
         self._draw = draw or (
@@ -83,11 +72,6 @@ class TrialSource(JobSource):
         """Return the trial with the best score."""
         return best_trial(self._trials, self.settings.sign)
 
-    @property
-    def running(self) -> Sequence[Trial]:
-        """Return the trials that are not over."""
-        return tuple(trial for trial in self._trials if not trial.state.is_final)
-
     def resume(self, given: Sequence[FleetJob]) -> Collection[str]:
         """Take over the trials of these jobs; how they went is told again."""
         for job in given:
@@ -97,14 +81,15 @@ class TrialSource(JobSource):
     def next_job(self) -> FleetJob | None:
         """Return the next trial's job; None while one has to wait, and when there is none left."""
         number = len(self._trials)
-        if number >= self.settings.trials or len(self.running) >= self.settings.parallel or not self._is_ready(number):
-            return None
         known = self._known_to(number)
-        values = None if self._is_exhausted else self._draw(number, known, self._others(known))
+        must_wait = not all(trial.state.is_final for trial in known)
+        if self._is_exhausted or must_wait or number >= self.settings.trials:
+            return None
+        values = self._draw(number, known, self._trials[len(known) :])
         if values is None:
             self._is_exhausted = True
             return None
-        job, of = self._make_job(number, values, self._expected)
+        job, of = self._make_job(number, values)
         job = replace(job, facts={"values": dict(values), "of": of})
         self._add(job)
         return job
@@ -138,26 +123,12 @@ class TrialSource(JobSource):
         )
 
     def _add(self, job: FleetJob) -> None:
-        facts = job.facts
         self._numbers[job.job_id] = number = len(self._trials)
-        self._trials.append(Trial(number=number, values=facts["values"], of=facts["of"]))
-
-    def _others(self, known: Sequence[Trial]) -> list[Trial]:
-        """Return the trials that are not known yet, by their values: how far they have come is chance."""
-        chosen = {trial.number for trial in known}
-        others = [trial for trial in self._trials if trial.number not in chosen]
-        return [replace(trial, scores=(), times=(), steps=(), state=TrialState.RUNNING) for trial in others]
-
-    def _is_ready(self, number: int) -> bool:
-        """Return whether all has ended that the trial must know."""
-        return all(trial.state.is_final for trial in self._trials[: self._horizon(number)])
+        self._trials.append(Trial(number=number, values=job.facts["values"], of=job.facts["of"]))
 
     def _known_to(self, number: int) -> list[Trial]:
-        """Return the trials over whose results count for this one."""
-        return [trial for trial in self._trials[: self._horizon(number)] if trial.state.is_final]
-
-    def _horizon(self, number: int) -> int:
-        return max(0, number - self.settings.parallel + 1)
+        """Return the trials whose results count for this one, and which have to end before it."""
+        return self._trials[: max(0, number - self.settings.parallel + 1)]
 
     def _with(self, trial: Trial, evaluations: Sequence[EvaluationEvent]) -> Trial:
         """Return the trial with these evaluations."""
@@ -211,17 +182,17 @@ def draw_values(
     tried = [trial.values for trial in (*known, *running)]
     if drawn not in tried:
         return drawn
-    if len(tried) >= space.size:
+    if len(tried) >= count_trials(space):
         return None
     others = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=own_seed))
     for _ in range(MOST_DRAWS):
-        drawn = others.ask(space.domains).params
+        drawn = others.ask(dict(space)).params
         if drawn not in tried:
             return drawn
-    if space.size == math.inf:
+    if count_trials(space) == math.inf:
         return None
-    places = (own_seed % int(space.size) + step for step in range(len(tried) + 1))
-    return next(each for place in places if (each := space.values(place % int(space.size))) not in tried)
+    every = (dict(zip(space, each, strict=True)) for each in itertools.product(*map(values_of, space.values())))
+    return next(values for values in every if values not in tried)
 
 
 def ask_for_values(
@@ -232,33 +203,20 @@ def ask_for_values(
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # what a search does is told by the search
     study = optuna.create_study(sampler=sampler)
-    ended = [trial for trial in known if trial.state.is_final]
-    for trial, goal in zip(ended, goals_of(ended, sign), strict=True):
+    for trial, goal in zip(known, goals_of(known, sign), strict=True):
         study.add_trial(as_optuna(space, trial, goal))
     for trial in running:
         study.add_trial(as_optuna(space, trial))
-    return study.ask(space.domains).params
+    return study.ask(dict(space)).params
 
 
 def goals_of(trials: Sequence[Trial], sign: float) -> list[float | None]:
-    """Return what each trial counts with, lower being better: the logarithm of how far its best score lies above a
-    floor, so that one bad trial does not make all others look alike. One that diverged or failed counts as the worst;
-    None where there is no score at all.
-
-    The floor is as far below the best score as that is below the middle one; zero where scores are positive and that
-    would be below it, as of a loss that cannot be negative."""
-    bests = [trial.best(sign) for trial in trials]
-    scores = [
-        math.inf if best is None or not math.isfinite(trial.scores[-1]) else sign * best
-        for trial, best in zip(trials, bests, strict=True)
-    ]
-    finite = [score for score in scores if math.isfinite(score)]
-    if not finite:
-        return [None] * len(trials)
-    best, worst = min(finite), max(finite)
-    gap = (statistics.median(finite) - best) or (worst - best) or abs(best) or 1.0
-    floor = max(0.0, best - gap) if best > 0 else best - gap
-    return [math.log(min(score, worst) - floor) for score in scores]
+    """Return what each trial counts with, lower being better: the logarithm of its rank, so that one bad trial does not
+    make all others look alike. One that diverged or failed counts as the worst; None where there is no score at all."""
+    bests = [(trial.best(sign), trial.scores[-1:]) for trial in trials]
+    scores = [sign * best if best is not None and math.isfinite(*last) else math.inf for best, last in bests]
+    ranked = sorted(filter(math.isfinite, scores))
+    return [math.log1p(ranked.index(min(score, ranked[-1]))) if ranked else None for score in scores]
 
 
 def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.trial.FrozenTrial:
@@ -270,5 +228,5 @@ def as_optuna(space: Space, trial: Trial, goal: float | None = None) -> optuna.t
         state=states.RUNNING if goal is None else states.COMPLETE,
         value=goal,
         params=dict(trial.values),
-        distributions=space.domains,
+        distributions=dict(space),
     )

@@ -7,97 +7,69 @@
     }
 
 A name is the field of ``job.json`` that it varies. Two whole bounds make whole numbers; ``"type": "float"`` makes them
-real. Ranges are Optuna's. Whether the fields are there, and accept what the space says, is checked in
-`dtrain_dagster.search.check_space`.
+real. Ranges are Optuna's distributions. Before anything is bought, a space is checked against the job that it varies:
+every field is there and accepts both ends of its range, and the least and the greatest trial with each model and loss
+could be trained.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trainer.errors import ConfigError
-from trainer.setting_errors import describe_errors
+from trainer.config import PARTS, ConfigError, DistributedTrainingConfig, JobConfig, parse_job
+from trainer.setting_errors import describe_errors, explain_unknown
 
 if TYPE_CHECKING:
     import optuna
 
+OF_CLUSTER = frozenset({
+    "world_size", "backend", "master_addr", "master_port", "max_node_seconds", "resume", "regroup", "tls",
+    "threads_per_rank", "checkpoint_frequency", "keep_checkpoints", "monitor_interval_seconds",
+})  # fmt: skip
+"""Fields of ``training`` that say where and how a job runs. What is learned does not depend on them."""
+ARGUMENT = "args."
+"""What a field begins with that is an argument of a script (`dtrain_dagster.search.script`)."""
 Value = Any
 """A value of a parameter: None, a truth value, a number, a text, or a list or map of them."""
+Space = Mapping[str, Any]
+"""What a search varies: of each field, such as ``training.learning_rate``, Optuna's distribution."""
+MakeTrial = Callable[[JobConfig, Mapping[str, Value], str], JobConfig]
+"""Makes the job of a trial, as `job_of_trial` does."""
 
 
 class SpaceError(ConfigError):
     """A space that cannot be searched. The message names the parameter, what is wrong with it, and the remedy."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """One thing that varies."""
-
-    name: str
-    """The field that it sets, such as ``training.learning_rate`` or ``model.args.width``."""
-    domain: optuna.distributions.BaseDistribution
-
-    @property
-    def choices(self) -> Sequence[Value] | None:
-        """Return its choices; None for a range."""
-        return getattr(self.domain, "choices", None)
-
-    @property
-    def count(self) -> float:
-        """Return the number of its values; infinity for a range of real numbers without steps."""
-        found: Any = self.domain
-        if self.choices is not None:
-            return len(self.choices)
-        return round((found.high - found.low) / found.step) + 1 if found.step else math.inf
-
-    def value(self, place: int) -> Value:
-        """Return one of finitely many values by its place among them, counted from 0."""
-        found: Any = self.domain
-        return min(found.low + place * found.step, found.high) if self.choices is None else self.choices[place]
-
-    @property
-    def ends(self) -> Sequence[Value]:
-        """Return its least and its greatest value; of choices all of them."""
-        found: Any = self.domain
-        return (found.low, found.high) if self.choices is None else self.choices
+def ends_of(domain: Any) -> Sequence[Value]:
+    """Return the least and the greatest value of a range; of choices all of them."""
+    return (domain.low, domain.high) if (choices := getattr(domain, "choices", None)) is None else choices
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What a search varies."""
+def count_values(domain: Any) -> float:
+    """Return the number of values of a range; infinity for one of real numbers without steps."""
+    if (choices := getattr(domain, "choices", None)) is not None:
+        return len(choices)
+    return round((domain.high - domain.low) / domain.step) + 1 if domain.step else math.inf
 
-    parameters: tuple[Parameter, ...]
 
-    @property
-    def domains(self) -> dict[str, optuna.distributions.BaseDistribution]:
-        """Return the ranges of all parameters by name, as Optuna takes them."""
-        return {item.name: item.domain for item in self.parameters}
+def count_trials(space: Space) -> float:
+    """Return the number of trials that there can be; infinity where a parameter has a range of real numbers."""
+    return math.prod(map(count_values, space.values()))
 
-    @property
-    def size(self) -> float:
-        """Return the number of trials that there can be; infinity where a parameter has a range of real numbers."""
-        return math.prod(item.count for item in self.parameters)
 
-    def values(self, place: int) -> dict[str, Value]:
-        """Return the values of one of finitely many trials by its place among them, counted from 0."""
-        found = {}
-        for item in self.parameters:
-            place, own = divmod(place, int(item.count))
-            found[item.name] = item.value(own)
-        return found
-
-    def corners(self) -> list[dict[str, Value]]:
-        """Return values of trials that together have each end of each range and each choice, and else the first value
-        of everything."""
-        first = {item.name: item.ends[0] for item in self.parameters}
-        found = [first | {item.name: end} for item in self.parameters for end in item.ends]
-        return [values for place, values in enumerate(found) if values not in found[:place]]
+def values_of(domain: Any) -> Sequence[Value]:
+    """Return all values of a range that has finitely many."""
+    if (choices := getattr(domain, "choices", None)) is not None:
+        return list(choices)
+    return [min(domain.low + place * domain.step, domain.high) for place in range(int(count_values(domain)))]
 
 
 def _number(value: Any) -> Any:
@@ -157,10 +129,10 @@ def parse_space(document: Any, source: str = "space") -> Space:
             f"{source}: {what}; name at least one field and its range, such as "
             '{"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": true}}'
         )
-    return Space(tuple(_parameter(str(name), item, f"{source}: {name}") for name, item in document.items()))
+    return {str(name): _domain_of(item, f"{source}: {name}") for name, item in document.items()}
 
 
-def _parameter(name: str, item: Any, where: str) -> Parameter:
+def _domain_of(item: Any, where: str) -> optuna.distributions.BaseDistribution:
     if isinstance(item, list | tuple):
         item = {"choices": list(item)}
     if not isinstance(item, Mapping):
@@ -172,9 +144,113 @@ def _parameter(name: str, item: Any, where: str) -> Parameter:
         given = _Item.model_validate(dict(item))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of lists as choices, which Optuna's own files cannot have
-            domain = given.domain()
+            return given.domain()
     except ValidationError as error:
         raise SpaceError(describe_errors(error, _Item, where)) from None
     except ValueError as error:
         raise SpaceError(f"{where}: {error}") from None
-    return Parameter(name=name, domain=domain)
+
+
+def job_of_trial(base: JobConfig, values: Mapping[str, Value], source: str = "the search") -> JobConfig:
+    """Return the job with these values in it. Where another model or loss is drawn than that of ``base``, the arguments
+    of that one do not go along. Raise `ConfigError` for values that do not go together."""
+    document = asdict(base)
+    for part in PARTS:
+        factory = values.get(f"{part}.factory")
+        if factory is not None and factory != document[part]["factory"]:  # which `_check_field` has seen
+            document[part] = {"factory": factory, "args": {}}
+    for field, value in values.items():
+        if field.startswith(ARGUMENT):
+            continue
+        *path, last = field.split(".")
+        node = document
+        for name in path:
+            node = node[name]
+        node[last] = value
+    return parse_job(json.dumps(document), source=source)
+
+
+def check_space(
+    space: Space,
+    base: JobConfig,
+    check: Callable[[JobConfig], Sequence[str]] = lambda job: (),
+    source: str = "space",
+    make: MakeTrial = job_of_trial,
+) -> list[str]:
+    """Check the space against the job that it varies, and return what could not be checked, in sentences. ``check`` is
+    called with the jobs at the ends of what models and losses are given: it raises `ConfigError` where such a one could
+    not be trained, and returns what it could not find out. ``make`` makes the job of a trial. Raise `SpaceError`."""
+
+    def job_of(make: MakeTrial, values: Mapping[str, Value]) -> JobConfig:
+        try:
+            return make(base, values, source)
+        except ConfigError as error:
+            said = str(error).removeprefix(f"{source}: ")
+            raise SpaceError(f"{source}: a trial with {shown_values(values)}: {said}") from None
+
+    for field in space:
+        _check_field(field, base, source)
+    first = {field: ends_of(domain)[0] for field, domain in space.items()}
+    for field, domain in space.items():
+        for end in ends_of(domain):
+            job_of(job_of_trial, first | {field: end})
+    said: list[str] = []
+    for values in extremes(space):
+        job = job_of(make, values)
+        try:
+            said += check(job)
+        except ConfigError as error:
+            raise SpaceError(
+                f"{source}: a trial with {shown_values(values)} could not be trained: {error}; narrow the range, or "
+                "search each model by itself"
+            ) from None
+    return list(dict.fromkeys(said))
+
+
+def extremes(space: Space) -> list[dict[str, Value]]:
+    """Return values of the least and the greatest trial with each model and loss."""
+    parts = [f"{part}.factory" for part in PARTS if f"{part}.factory" in space]
+    found: list[dict[str, Value]] = []
+    for place in (0, -1):
+        end = {field: ends_of(domain)[0 if field in parts else place] for field, domain in space.items()}
+        found += [end, *(end | {part: factory} for part in parts for factory in ends_of(space[part]))]
+    return [values for number, values in enumerate(found) if values not in found[:number]]
+
+
+def shown_values(values: Mapping[str, Value]) -> str:
+    """Return values for a person: ``training.learning_rate = 0.001, model.args.width = 32``."""
+    return ", ".join(
+        f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}" for name, value in values.items()
+    )
+
+
+def _check_field(field: str, base: JobConfig, source: str) -> None:
+    """Raise `SpaceError` for a field that no search can vary. Whether it is there is found out with the job."""
+    where = f"{source}: {field}"
+    section, _, rest = field.partition(".")
+    if section == "training" and rest in OF_CLUSTER:
+        raise SpaceError(f"{where}: {field} says how a job runs, not what it learns; set it for all trials")
+    if section == "args" and rest and "=" not in rest and not any(map(str.isspace, rest)):
+        if not base.is_of_script:
+            raise SpaceError(
+                f"{where}: args are the arguments of a script, and this job has none: name model.args.{rest}"
+            )
+        return
+    if section in PARTS and base.is_of_script:
+        raise SpaceError(
+            f"{where}: the {section} of a script is the script's own: vary fields of training, or an argument of the "
+            "script as args.NAME"
+        )
+    if section in PARTS and getattr(base, section) is None:
+        raise SpaceError(f"{where}: the job has no {section} of its own; give it one that the search can begin from")
+    is_argument = rest.startswith("args.") and rest.count(".") == 1 and rest != "args."
+    if section == "training" or (section in PARTS and (rest == "factory" or is_argument)):
+        return
+    if section == "dataset" and is_argument and base.dataset.factory is not None:
+        return
+    places = [f"training.{item.name}" for item in fields(DistributedTrainingConfig) if item.name not in OF_CLUSTER]
+    said = explain_unknown(field, field if rest else f"training.{section}", [*places, "model.factory", "loss.factory"])
+    raise SpaceError(
+        f"{where}: {said}; fields are training.NAME, model.factory, model.args.NAME; loss, optimizer and lr_scheduler "
+        "alike"
+    )

@@ -34,8 +34,8 @@ def score(values: Mapping[str, Any], place: int) -> float:
     return level + 1.5 / place
 
 
-def make_job(number: int, values: Mapping[str, Any], usual: TrialSeconds) -> tuple[FleetJob, int]:
-    return FleetJob(job_id=f"trial-{number}", node_seconds=usual.training), OF
+def make_job(number: int, values: Mapping[str, Any]) -> tuple[FleetJob, int]:
+    return FleetJob(job_id=f"trial-{number}", node_seconds=USUAL.training), OF
 
 
 def standing_of(job_id: str, state: FleetState, reason: str = "") -> Standing:
@@ -43,7 +43,7 @@ def standing_of(job_id: str, state: FleetState, reason: str = "") -> Standing:
 
 
 def source_of(settings: SearchSettings) -> TrialSource:
-    return TrialSource(SPACE, settings, make_job, USUAL)
+    return TrialSource(SPACE, settings, make_job)
 
 
 def play(

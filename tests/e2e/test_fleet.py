@@ -80,7 +80,7 @@ def test_nodes_keep_the_budget_with_the_orchestrator_dead_and_the_fleet_goes_on_
 def test_a_fleet_goes_on_after_a_kill_and_buys_nothing_twice(shell: FleetShell):
     low = {"name": "low", "nodes": 2, "set": {"training.epochs": 100_000}}
     high = {"name": "high", "priority": 1, "nodes": 2, "set": {"training.max_steps": 6}}
-    shell.write(10_000.0, [low])
+    shell.write(10_000.0, [low], 60.0)
     orchestrator = shell.start("fleet", "fleet.yaml")
     while not list(shell.rundir("low").events("step")):
         assert orchestrator.poll() is None, orchestrator.communicate()[0]
@@ -88,7 +88,7 @@ def test_a_fleet_goes_on_after_a_kill_and_buys_nothing_twice(shell: FleetShell):
     orchestrator.send_signal(signal.SIGKILL)
     orchestrator.wait()
 
-    shell.write(10_000.0, [low, high])
+    shell.write(10_000.0, [low, high], 60.0)
     again = shell.start("fleet", "fleet.yaml")
     while len(shell.status()["jobs"]) < 2:
         assert again.poll() is None, again.communicate()[0]

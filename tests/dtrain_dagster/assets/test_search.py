@@ -37,7 +37,7 @@ def test_the_page_and_the_runs_of_a_search_that_was_played(tmp_path: Path) -> No
     )  # fmt: skip
     search = Search(tmp_path, request, None, {}, Measured(USUAL, 0.25))  # type: ignore[arg-type]
     addresses = {"dashboard": "http://127.0.0.1:8060/find/played", "run_page": ""}
-    page = search_page(search, search.result(source), "stand-in price", 1.0, addresses)
+    page = search_page(search, search.result_of(source), "stand-in price", 1.0, addresses)
     check_order(page, links=1)
     assert page["best_trial"] == source.best.number  # type: ignore[union-attr]
     assert page["cost_usd"] == pytest.approx(0.25 + sum(trial.usd for trial in source.trials), abs=1e-6)

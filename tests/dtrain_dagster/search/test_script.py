@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.jobs.script_job import describe_script
-from dtrain_dagster.search.check_space import check_space
 from dtrain_dagster.search.script import SearchedScript, arguments_of
-from dtrain_dagster.search.space import SpaceError, parse_space
+from dtrain_dagster.search.space import SpaceError, check_space, parse_space
 from trainer.config import ConfigError, DatasetRef, JobConfig
 from trainer.rundir import RunDir
 
@@ -86,7 +85,7 @@ def test_a_trial_is_what_the_script_makes_of_its_arguments(tmp_path: Path, monke
     described = describe_script(script.path, script.arguments, ["training.world_size=2"], "trial", run_dir)
     base = described.job
     values = {"args.lr": 0.5, "args.width": 16, "training.epochs": 4}
-    job, command = script.trial(base, values, "trial 0")
+    job, command = script.job_of(base, values, "trial 0"), script.command(values)
     assert command[1:] == (script.path, "--rows", "64", "--lr", "0.5", "--width", "16")
     assert (job.training.learning_rate, job.training.epochs, job.training.world_size) == (0.5, 4, 2)
     assert (job.job_id, job.run_dir, job.dataset) == (base.job_id, base.run_dir, base.dataset)
@@ -96,11 +95,11 @@ def test_a_trial_is_what_the_script_makes_of_its_arguments(tmp_path: Path, monke
 
     refused = r"a trial with args.depth = 1: .*unrecognized arguments: --depth 1"
     with pytest.raises(ConfigError, match=refused):
-        script.check(base, parse_space({"args.depth": [1, 2]}), "--space")
+        check_space(parse_space({"args.depth": [1, 2]}), base, source="--space", make=script.job_of)
     other = replace(base, dataset=replace(base.dataset, dataset_id="of-32-rows"))
     monkeypatch.setattr("dtrain_dagster.search.script.describe_script", lambda *_, **__: replace(described, job=other))
     with pytest.raises(ConfigError, match="with --rows 32 the script trains on other data"):
-        script.check(base, parse_space({"args.rows": [32, 64]}), "--space")
+        check_space(parse_space({"args.rows": [32, 64]}), base, source="--space", make=script.job_of)
 
 
 @pytest.mark.long

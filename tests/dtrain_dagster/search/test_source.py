@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from played_search import OF, SPACE, USUAL, Calls, make_job, play, resume, score, source_of, standing_of
+from played_search import OF, SPACE, Calls, make_job, play, resume, score, source_of, standing_of
 
 from dtrain_dagster.fleet.jobs import FleetJob, FleetState
 from dtrain_dagster.search.source import TrialSource
@@ -134,13 +134,13 @@ def test_a_trial_whose_score_is_no_number_ends_at_once_and_is_never_best() -> No
 
 
 def test_values_that_do_not_go_together_are_told_and_cost_nothing() -> None:
-    def refusing(number: int, values: object, usual: object) -> object:
+    def refusing(number: int, values: object) -> object:
         if number == 1:
             return FleetJob(job_id="trial-1", node_seconds=1.0, problem="no ranks for that batch"), 1
-        return make_job(number, values, usual)  # type: ignore[arg-type]
+        return make_job(number, values)  # type: ignore[arg-type]
 
     settings = SearchSettings(trials=3, parallel=1, sampler=Sampler.random)
-    source = TrialSource(SPACE, settings, refusing, USUAL)  # type: ignore[arg-type]
+    source = TrialSource(SPACE, settings, refusing)  # type: ignore[arg-type]
     play(source, [])
     assert [trial.state for trial in source.trials][1] is TrialState.FAILED
     assert source.trials[1].reason == "no ranks for that batch"
@@ -180,7 +180,7 @@ def test_more_of_a_metric_can_be_better() -> None:
 def test_a_small_space_is_tried_out_and_nothing_is_bought_twice() -> None:
     space = parse_space({"training.learning_rate": [1e-3, 1e-2, 1e-1], "training.weight_decay": [0.0, 1.0]})
     settings = SearchSettings(trials=20, parallel=2)
-    source = play(TrialSource(space, settings, make_job, USUAL), [])
+    source = play(TrialSource(space, settings, make_job), [])
     assert len({str(trial.values) for trial in source.trials}) == len(source.trials) == 6
     assert source.best is not None
     assert source.best.values == {"training.learning_rate": 1e-2, "training.weight_decay": 0.0}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.search.check_space import check_space, extremes, job_of_trial
-from dtrain_dagster.search.space import SpaceError, parse_space
+from dtrain_dagster.search.space import SpaceError, check_space, extremes, job_of_trial, parse_space
 from harness.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig, OptimizerConfig
 
