@@ -149,8 +149,8 @@ class Search:
         tracker: SearchTracker | None = None,
     ) -> dict[str, Any]:
         """Run the search, or go on with it, until it is over, and return its result (`result_of`). ``tell`` is called
-        with a sentence on each trial that is over, and on what keeps ``tracker`` from writing to MLflow; ``watch`` after
-        each look. Raise `FleetError` where another process runs it."""
+        with a sentence on each trial that is over, and on what keeps ``tracker`` from writing to MLflow; ``watch``
+        after each look. Raise `FleetError` where another process runs it."""
         request = self.request
         source = TrialSource(parse_space(request.space), request.settings, self._make_job)
         fleet = FleetRecords(self._home, request.name)
