@@ -113,16 +113,15 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     from dtrain_dagster.planning.check_job import memory_of  # not above: loads numpy
 
     with refusing_mistakes():
-        price, count = planned.price, planned.node_count
+        count = planned.node_count
         history = read_history(run, planned)
-        has_trained = any(past.sku == price.sku for past in history.runs)
-        checked = check_planned(planned, run.cluster.have_gpus, rehearses=not has_trained)
+        checked = check_planned(planned, run.cluster.have_gpus, rehearses=not history.runs)
         too_small, sentences = memory_of(planned, checked)
         for sentence in sentences:
             log.warning(sentence)
         model = checked.model or (planned.script.model if planned.script else None)
         refuse_what_cannot_end(run, model, planned.job.training.keep_checkpoints, registers)
-    past = history.forecast(planned.sizes, count, price.sku)
+    past = history.forecast(planned.sizes, count)
     if said := sure_objection(past, planned, limits):
         would_fit = remedies(compare_choices(planned, past, limits, too_small), planned, past) if past else []
         raise run.refuse_plan(nodes_of(planned), said, would_fit)
@@ -197,7 +196,7 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
     sizes, cluster = planned.sizes, run.cluster
     manager, jobs_uri, tell = run.manager, run.project.jobs_uri, run.context.log.info
     if not config.probe:
-        forecast = history.forecast(sizes, planned.node_count, planned.price.sku)
+        forecast = history.forecast(sizes, planned.node_count)
         if forecast is None:
             raise dg.Failure(
                 "no earlier run on this SKU shows the pace of this training, so its cost cannot be estimated: "
@@ -220,11 +219,13 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
     planned = replace(planned, price=price, tier=tier)
-    forecast = history.forecast(sizes, count, price.sku)
+    if price.sku != history.sku:
+        history = read_history(run, planned)
+    forecast = history.forecast(sizes, count)
     if forecast is not None and knows(forecast, count):
         return Pace(planned=planned, forecast=forecast)
     mark, left, is_due = prepare_probe(run, config, planned, limits)
-    learned, command = history.learned("probe", price.sku), planned.script.command if planned.script else None
+    learned, command = history.learned("probe"), planned.script.command if planned.script else None
     env = cluster.node_env(run.project)
     try:
         with run.queueing():

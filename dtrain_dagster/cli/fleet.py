@@ -27,7 +27,7 @@ from dtrain_dagster.cli.job_options import (
     say_what_is_wrong,
     with_reachable_data,
 )
-from dtrain_dagster.cli.plan_lines import past_forecasts, sku_of
+from dtrain_dagster.cli.plan_lines import past_forecasts
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command
 from dtrain_dagster.cli.tracking import FLEET_TAG, record_fleet, track
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain
@@ -172,11 +172,11 @@ def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at:
     """Return the jobs of a fleet, each of which was checked. Raise `FleetError`, which names the job and its field, for
     one that cannot be trained."""
     rehearsed: set[str] = set()
-    past, sku = past_forecasts(settings), sku_of(settings)
+    past = past_forecasts(settings)
     found = []
     for number, entry in enumerate(fleet.jobs):
         try:
-            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, lambda job: past(job).get(sku)))
+            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, past))
         except (ConfigError, FleetError) as error:
             raise FleetError(f"jobs.{number} ({entry.name}): {error}") from None
     return found

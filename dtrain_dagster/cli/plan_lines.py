@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -35,8 +35,6 @@ class Expected:
     """None where no past run tells."""
     basis: str = ""
     """What the estimate rests on, in words."""
-    elsewhere_seconds: float | None = None
-    """Where past runs on other SKUs alone tell: the longest that it may take here by them; see `longest_elsewhere`."""
     limit_node_seconds: float | None = None
     """Its hard budget; None: it has none."""
 
@@ -53,16 +51,10 @@ class Expected:
 
     @property
     def usd(self) -> float | None:
-        """Return what it may cost: its hard budget, else what is expected, else by past runs on other SKUs; None where
-        none of these is known."""
+        """Return what it may cost: its hard budget, else what is expected; None where neither is known."""
         if self.limit_usd is not None:
             return self.limit_usd
-        return self.estimate.usd.expected if self.estimate else self.elsewhere_usd
-
-    @property
-    def elsewhere_usd(self) -> float | None:
-        """Return the dollars of ``elsewhere_seconds``."""
-        return None if self.elsewhere_seconds is None else self.elsewhere_seconds / 3600 * self.usd_per_hour
+        return self.estimate.usd.expected if self.estimate else None
 
     def wanted(self, name: str) -> Wanted:
         """Return the job of this name as a start."""
@@ -70,12 +62,10 @@ class Expected:
 
     def on(self, price: SkuPrice, tier: Tier) -> Expected:
         """Return the same on other nodes, whose speed is that of the price table: a rough guess."""
-        told, elsewhere, slower = None, self.elsewhere_seconds, self.price.speed / price.speed
-        if self.estimate is not None:
-            told = estimate_cost(self.estimate.seconds.scaled(slower), price, tier, self.nodes)
-        if elsewhere is not None:
-            elsewhere *= max(1.0, slower)
-        return replace(self, price=price, tier=tier, estimate=told, elsewhere_seconds=elsewhere)
+        told, slower = self.estimate, self.price.speed / price.speed
+        if told is not None:
+            told = estimate_cost(told.seconds.scaled(slower), price, tier, self.nodes)
+        return replace(self, price=price, tier=tier, estimate=told)
 
     @property
     def price_line(self) -> str:
@@ -93,10 +83,8 @@ class Expected:
             seconds = self.estimate.seconds.told(format_duration)
             lines.append(f"expected: {self.estimate.usd.told(dollars)}, in {seconds}; from {self.basis}")
         else:
-            said = "not known, since this home has no past run of the same model, data and batch on this SKU"
-            if self.limit_usd is None and self.elsewhere_usd is not None:
-                said += f"; a ceiling counts {dollars(self.elsewhere_usd)}, by the longest of those on other SKUs"
-            lines.append(f"expected: {said}")
+            why = "this home has no past run of the same model, data and batch on this SKU"
+            lines.append(f"expected: not known, since {why}")
         if self.limit_usd is not None:
             lines.append(f"hard budget: {dollars(self.limit_usd)} (training.max_node_seconds)")
         return lines
@@ -116,31 +104,24 @@ def promising_training(
         yield
 
 
-def past_forecasts(settings: Settings) -> Callable[[JobConfig], dict[str, Forecast]]:
-    """Return a function that tells a training's time from this home's past runs alike, by their SKU. It raises OSError
-    or RuntimeError where they cannot be read."""
+def past_forecasts(settings: Settings) -> Callable[[JobConfig], Forecast | None]:
+    """Return a function that tells a training's time from this home's past runs alike on the settings' SKU. It raises
+    OSError or RuntimeError where they cannot be read."""
     history = HomeHistory(settings.home, ranks_of(settings), sku_of(settings), settings.kind.is_this_machine)
     cores = os.cpu_count() if history.shares_machine else None
 
-    def forecasts(job: JobConfig) -> dict[str, Forecast]:
+    def forecast(job: JobConfig) -> Forecast | None:
         if not history.runs_like(job):  # then its dataset need not be read
-            return {}
-        return history.forecasts(job, sizes_of(job, data_of(job).samples, history.processes_per_node, cores))
+            return None
+        return history.forecast(job, sizes_of(job, data_of(job).samples, history.processes_per_node, cores))
 
-    return forecasts
+    return forecast
 
 
 def sku_of(settings: Settings) -> str:
     """Return the SKU of the settings' nodes as past runs have it: in the table's letters, with the partition that a
     site prices. Raise `PriceError` for an unknown one."""
     return hardware_of(cluster_of(settings)[0].sku).sku
-
-
-def longest_elsewhere(past: Mapping[str, Forecast], price: SkuPrice, nodes: int) -> float | None:
-    """Return the longest of what past runs on other SKUs tell, in seconds here; None without any. Nodes that are slower
-    by the table of prices take longer; that faster ones take less is not counted on. Pure."""
-    slower = {sku: min(1.0, price.speed / hardware_of(sku).speed) for sku in past}
-    return max((told.seconds_at(nodes, slower[sku]).expected for sku, told in past.items()), default=None)
 
 
 def expect_nodes(settings: Settings, nodes: int) -> Expected:
@@ -154,14 +135,10 @@ def expect_nodes(settings: Settings, nodes: int) -> Expected:
 
 def expect(settings: Settings, job: JobConfig, nodes: int) -> Expected:
     """Return what a training is expected to cost on the settings' cluster. Raise as `expect_nodes` does."""
-    found, told, basis, elsewhere = expect_nodes(settings, nodes), None, "", None
+    found = replace(expect_nodes(settings, nodes), limit_node_seconds=job.training.max_node_seconds)
     if not job.is_of_script:  # of which other code may have the same fields
         with suppress(OSError, RuntimeError):  # of past runs: what is missing is a figure, and it is said
-            past = past_forecasts(settings)(job)
-            if (known := past.get(sku_of(settings))) is not None:
+            if (known := past_forecasts(settings)(job)) is not None:
                 told = estimate_forecast(known, found.price, found.tier, nodes)
-                basis = known.basis_words
-            else:
-                elsewhere = longest_elsewhere(past, found.price, nodes)
-    limit = job.training.max_node_seconds
-    return replace(found, estimate=told, basis=basis, elsewhere_seconds=elsewhere, limit_node_seconds=limit)
+                return replace(found, estimate=told, basis=known.basis_words)
+    return found

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 LOOK_BACK = 60
 """Number of the latest materializations of an asset that are read."""
 MOST_READ = 5
-"""Run directories of each SKU whose events are read: a long training has many events."""
+"""Run directories whose events are read: a long training has many events."""
 _log = logging.getLogger(__name__)
 SLOW_PARTS = 3
 OUTLIER = 3.0
@@ -106,14 +105,14 @@ class PastRun:
     """A training that finished, whose run directory is still there."""
 
     job_id: str
-    sku: str
     measured: Measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What an instance knows that bears on one training."""
+    """What an instance knows that bears on one training on nodes of one SKU."""
 
+    sku: str
     runs: tuple[PastRun, ...]
     scores: tuple[Score, ...]
 
@@ -128,21 +127,21 @@ class History:
     ) -> History:
         """Return the records of past runs of this pace, and of all estimates of the graph."""
         runs = past_runs(instance, pace, sku, keeps_cache, names)
-        return cls(runs=tuple(runs), scores=tuple(past_scores(instance, names)))
+        return cls(sku=sku, runs=tuple(runs), scores=tuple(past_scores(instance, names)))
 
-    def learned(self, basis: Basis, sku: str) -> LearnedCorrection:
-        return learn(self.scores, basis, sku)
+    def learned(self, basis: Basis) -> LearnedCorrection:
+        return learn(self.scores, basis, self.sku)
 
-    def forecast(self, sizes: Sizes, node_count: int, sku: str) -> Forecast | None:
+    def forecast(self, sizes: Sizes, node_count: int) -> Forecast | None:
         """Return the forecast from past runs, None where there are none."""
-        return from_history(self.runs, sizes, node_count, sku, self.learned("history", sku))
+        return from_history(self.runs, sizes, node_count, self.learned("history"))
 
 
 def past_runs(
     instance: dg.DagsterInstance, pace: str, sku: str, keeps_cache: bool, names: GraphNames = STOCK_NAMES
 ) -> list[PastRun]:
-    """Return the latest runs of the same pace, the newest first, that lost no node and did not start again: as many as
-    are wanted on this SKU, and those on others that are newer."""
+    """Return the latest runs of the same pace on this SKU, the newest first, that lost no node and did not start
+    again."""
     made = _materializations(instance, names.key("trained_checkpoint"))
     folders = (RunDir(str(said["run_dir"])) for _, _, said in made if "run_dir" in said)
     return _usable(folders, keeps_cache, lambda plan: bool(plan) and plan.get("pace") == pace, sku)
@@ -158,17 +157,11 @@ class HomeHistory:
         self._orders = [(self._mark(job), job) for job in latest_orders(home, LOOK_BACK)]
         self._runs: dict[str, list[PastRun]] = {}
 
-    def forecasts(self, job: JobConfig, sizes: Sizes) -> dict[str, Forecast]:
-        """Return SKU → what past runs of the same pace and global batch tell of a job there, on the nodes of the latest
-        of them."""
-        sizes, found = replace(sizes, stated_ranks=job.training.world_size), dict[str, Forecast]()
-        for run in self.runs_like(job):
-            if run.sku in found:
-                continue
-            nodes = run.measured.node_count
-            if told := from_history(self.runs_like(job), sizes, nodes, run.sku, LearnedCorrection()):
-                found[run.sku] = told
-        return found
+    def forecast(self, job: JobConfig, sizes: Sizes) -> Forecast | None:
+        """Return what past runs of the same pace and global batch tell of a job, on the nodes of the latest of them."""
+        runs = self.runs_like(job)
+        nodes, sizes = runs[0].measured.node_count if runs else 0, replace(sizes, stated_ranks=job.training.world_size)
+        return from_history(runs, sizes, nodes, LearnedCorrection())
 
     def runs_like(self, job: JobConfig) -> list[PastRun]:
         """Return the latest runs of the same pace and global batch, as `past_runs` does."""
@@ -185,32 +178,24 @@ class HomeHistory:
 def _usable(
     folders: Iterable[RunDir], keeps_cache: bool, is_wanted: Callable[[Mapping[str, Any]], bool], sku: str
 ) -> list[PastRun]:
-    """Return the first `MOST_READ` runs on this SKU that can be learned from, and at most as many on each other before
-    them. ``is_wanted``: by their plan."""
+    """Return the first `MOST_READ` runs on this SKU that can be learned from. ``is_wanted``: by their plan."""
     found: list[PastRun] = []
-    read = Counter[str]()
     for rundir in folders:
-        if read[sku] == MOST_READ:
+        if len(found) == MOST_READ:
             break
         try:
             plan, result = rundir.read_json(PLAN) or {}, rundir.read_json(RESULT)
             if not is_wanted(plan) or not result or result["status"] != "succeeded" or JobCourse.read(rundir).disturbed:
                 continue
-            its_sku = hardware_of((rundir.read_json(LAUNCH) or {}).get("sku", plan.get("sku", sku))).sku
-            if read[its_sku] == MOST_READ:
+            if hardware_of((rundir.read_json(LAUNCH) or {}).get("sku", plan.get("sku", sku))).sku != sku:
                 continue
             nodes = rundir.nodes()
             count, batch = len({node.node_id for node in nodes}), rundir.read_job().training.global_batch_size
-            run = PastRun(
-                job_id=rundir.uri.rsplit("/", 1)[-1],
-                sku=its_sku,
-                measured=read_measured(list(rundir.events()), nodes, count, batch, keeps_cache),
-            )
+            measured = read_measured(list(rundir.events()), nodes, count, batch, keeps_cache)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.info("the run directory %s cannot be used: %r", rundir.uri, error)
             continue
-        found.append(run)
-        read[its_sku] += 1
+        found.append(PastRun(job_id=rundir.uri.rsplit("/", 1)[-1], measured=measured))
     return found
 
 
@@ -346,26 +331,23 @@ def score_of(at: float, said: Mapping[str, Any]) -> Score | str:
         return f"its cost_breakdown lacks something, like one of an older version ({error!r}): materialize it again"
 
 
-def from_history(
-    runs: Sequence[PastRun], sizes: Sizes, node_count: int, sku: str, learned: LearnedCorrection
-) -> Forecast | None:
-    """Return the forecast from past runs on this SKU, the newest for each number of nodes; None where there are none.
-    ``runs``: of the same pace, the newest first."""
-    same = [run for run in runs if run.sku == sku]
-    if not same:
+def from_history(runs: Sequence[PastRun], sizes: Sizes, node_count: int, learned: LearnedCorrection) -> Forecast | None:
+    """Return the forecast from past runs, the newest for each number of nodes; None where there are none. ``runs``: of
+    the same pace on the same SKU, the newest first."""
+    if not runs:
         return None
-    newest = {run.measured.node_count: run for run in reversed(same)}
+    newest = {run.measured.node_count: run for run in reversed(runs)}
     found = sorted(newest.values(), key=lambda run: distance(run.measured, node_count))
     nearest = found[0].measured.node_count
     return Forecast(
         measured=tuple(run.measured for run in found),
         sizes=sizes,
         basis="history",
-        basis_words=f"{len(same)} past run(s) at the same pace, the latest {same[0].job_id}"
+        basis_words=f"{len(runs)} past run(s) at the same pace, the latest {runs[0].job_id}"
         + ("" if nearest == node_count else f", on {nearest} node(s) instead of {node_count}"),
         learned=learned,
         rests_on=tuple(run.job_id for run in found),
-        run_spread=spread_of_runs([run.measured.step_seconds for run in same if run.measured.node_count == nearest]),
+        run_spread=spread_of_runs([run.measured.step_seconds for run in runs if run.measured.node_count == nearest]),
     )
 
 

@@ -111,13 +111,13 @@ class BaseRun:
 def build_options(
     base: BaseRun,
     world: Sequence[TimingEvent],
-    memory: GPUMemory | str,
+    memory: GPUMemory | None,
     training: Mapping[str, Any],
     prices: Iterable[SkuPrice],
     today: date,
 ) -> list[Change]:
     """Return every possible change of one thing. ``world``: timing of the steps of the world that trained; without any,
-    only prices count. ``memory``: of the fullest GPU, or why it is not known. ``training``: the trainer's
+    only prices count. ``memory``: of the fullest GPU, where it is known. ``training``: the trainer's
     configuration. ``prices``: of the SKUs that may be bought; those that are retired on ``today`` cannot."""
     now = step_model(world) if world else None
     found = _other_skus(base, now, memory, prices, today)
@@ -128,7 +128,7 @@ def build_options(
     why = "planned micro-batches are divided among the nodes that are there"
     is_shared = training.get("strategy") in ("fsdp", "deepspeed")  # then each rank holds more on fewer nodes
     for then in on_fewer_nodes(world):
-        fits = not is_shared or not isinstance(memory, GPUMemory) or memory.fraction * now.nodes / then.nodes <= FITS
+        fits = not is_shared or memory is None or memory.fraction * now.nodes / then.nodes <= FITS
         if then.nodes < base.node_count and fits:
             setting, seconds = _nodes_setting(then.nodes, now, world, training), base.seconds_with(now, then)
             found.append(base.changed("fewer nodes", setting, seconds, why, node_count=then.nodes))
@@ -151,12 +151,12 @@ def _nodes_setting(count: int, now: StepModel, world: Sequence[TimingEvent], tra
 
 
 def _other_skus(
-    base: BaseRun, now: StepModel | None, memory: GPUMemory | str, prices: Iterable[SkuPrice], today: date
+    base: BaseRun, now: StepModel | None, memory: GPUMemory | None, prices: Iterable[SkuPrice], today: date
 ) -> list[Change]:
     """Return changes to SKUs with as many GPUs in each node, which hold the same ranks by what was measured or by their
     size. All of forward and backward pass is taken to be as much slower as the GPU is. That is an upper bound of the
     loss, since the time in which a GPU idles does not grow."""
-    needed = memory.used / FITS / 2**30 if isinstance(memory, GPUMemory) else base.price.gpu_memory_gib
+    needed = memory.used / FITS / 2**30 if memory else base.price.gpu_memory_gib
     found = []
     for price in prices:
         is_alike = price.gpus == base.price.gpus and price.gpu_memory_gib >= needed
@@ -169,13 +169,12 @@ def _other_skus(
     return found
 
 
-def _larger_batch(base: BaseRun, now: StepModel, memory: GPUMemory | str, training: Mapping[str, Any]) -> list[Change]:
+def _larger_batch(base: BaseRun, now: StepModel, memory: GPUMemory | None, training: Mapping[str, Any]) -> list[Change]:
     """Return a batch as large as the GPU's memory holds, where that was measured. A fixed number of steps with a larger
     batch is more work, not the same work in fewer steps."""
-    if training.get("max_steps") or not isinstance(memory, GPUMemory):
+    if training.get("max_steps") or memory is None or memory.fraction >= MEMORY_LOW:
         return []
-    batch = memory.batch_at()
-    if memory.fraction >= MEMORY_LOW or batch == memory.batch:
+    if (batch := memory.batch_at()) == memory.batch:
         return []
     ranks, steps = int(training.get("world_size") or 1), int(training.get("gradient_accumulation_steps") or 1)
     before, then = (size * steps * ranks for size in (memory.batch, batch))
@@ -240,10 +239,8 @@ class ResourceOptimizer:
         evaluations = sum(item.seconds or 0.0 for item in read_events(EvaluationEvent, events))
         self._evaluation_seconds = min(self.wall_seconds - self._step_seconds, evaluations)
         self.utilization = utilization(self._events)
-        self.memory: GPUMemory | str = "the job recorded no timing of its steps"
-        """The memory of the fullest GPU, or why it is not known."""
-        if self._world:
-            self.memory = gpu_memory(self._world, self._events, training)
+        self.memory = gpu_memory(self._world, self._events, training) if self._world else None
+        """The memory of the fullest GPU; None where it is not known."""
 
     def recommendations(self) -> tuple[Change, ...]:
         """Return the changes that are worth it, the most dollars first."""
@@ -267,30 +264,14 @@ class ResourceOptimizer:
         larger = [row for row in rows if row.name == "larger batch"]
         return tuple(sorted([*worthwhile(rows, kinds), *larger], key=lambda row: row.cost))
 
-    def not_known(self) -> tuple[str, ...]:
-        """Return sentences on what nothing is recommended about, and why."""
-        used, memory, said = self.utilization, self.memory, []
-        if used is None:
-            said.append("utilisation: no node was sampled (training.monitor_interval_seconds)")
-        elif used.fraction < LOW_UTILIZATION and not self._world:
-            said.append("fewer nodes, a smaller SKU: the job recorded no timing of its steps (training.timing)")
-        elif used.fraction < LOW_UTILIZATION and used.of == "CPU":
-            said.append("a smaller SKU: the table of speeds is of GPUs, and this ran on processors")
-        if isinstance(memory, str):
-            said.append(f"batch size: {memory}")
-        elif memory.fraction < MEMORY_LOW and self.training.get("max_steps"):
-            said.append("batch size: max_steps is fixed, and a larger batch in as many steps is more work")
-        return tuple(said)
-
     def document(self) -> dict[str, Any]:
         used, advice = self.utilization, [item.document() for item in self.recommendations()]
-        return {"utilization": used and asdict(used), "recommendations": advice, "not_known": self.not_known()}
+        return {"utilization": used and asdict(used), "recommendations": advice}
 
     def markdown(self) -> str:
-        used, lines = self.utilization, "\n".join(f"- {line}" for line in self.not_known())
-        missing = f"\n\nNothing is recommended for:\n{lines}" if lines else ""
+        used = self.utilization
         said = f"{used.of} utilisation was {used.fraction:.0%}.\n\n" if used else ""
-        return said + change_table(self.recommendations()) + missing
+        return said + change_table(self.recommendations())
 
 
 def rest_of(
@@ -343,7 +324,7 @@ def savings(
     if not rest.usd or not rest.seconds:
         return ()
     world = longest_world(found)
-    memory = gpu_memory(world, events, training) if world else ""
+    memory = gpu_memory(world, events, training) if world else None
     return tuple(worthwhile(build_options(rest, world, memory, training, table.values(), today), OTHER_NODES))
 
 
@@ -382,20 +363,15 @@ class GPUMemory:
 
 def gpu_memory(
     world: Sequence[TimingEvent], events: Sequence[Mapping[str, Any]], training: Mapping[str, Any]
-) -> GPUMemory | str:
-    """Return the fullest GPU of a job, or why it is not known or a larger batch would not help."""
+) -> GPUMemory | None:
+    """Return the fullest GPU of a job; None where it is not known, and where memory ran out: then micro-batches went
+    through the model in parts, and do not fit as they are."""
     batch = training.get("batch_size_per_gpu") or world[-1].facts.get("local_samples_per_micro_batch")
     samples = read_events(NodeEvent, events)
     looks = [(item, gpu) for item in samples for gpu in item.gpus]
     looks = [(item, gpu) for item, gpu in looks if gpu.get("memory_used_bytes") and gpu.get("memory_total_bytes")]
-    if not looks:
-        return "no GPU's memory was measured on these nodes"
-    if not batch:
-        return "the size of a micro-batch is not known"
-    if read_events(OutOfMemoryEvent, events):
-        return (
-            "memory ran out in this job: its micro-batches went through the model in parts, and do not fit as they are"
-        )
+    if not looks or not batch or read_events(OutOfMemoryEvent, events):
+        return None
     item, gpu = max(looks, key=lambda look: look[1]["memory_used_bytes"] / look[1]["memory_total_bytes"])
     here = {other.node_id for other in samples if other.machine == item.machine}
     ranks = max(1, math.ceil(sum(node in here for node in world[-1].nodes) / len(item.gpus)))

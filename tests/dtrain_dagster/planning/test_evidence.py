@@ -106,9 +106,9 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
 
     sizes = sizes_of(job, dataset_of(job).samples, 1, None)
 
-    def told(sku: str = SKU, nodes: int = 1, steps: int = 30):
+    def told(nodes: int = 1, steps: int = 30):
         longer = replace(sizes, max_steps=steps, epochs=999)
-        return from_history([run], longer, nodes, sku, LearnedCorrection())
+        return from_history([run], longer, nodes, LearnedCorrection())
 
     own = told()
     assert (own.basis, own.rests_on) == ("history", ("train-past",))
@@ -124,16 +124,16 @@ def test_a_past_run_tells_how_long_a_longer_one_takes(finished, instance):
     assert told(steps=3000).seconds_at(1).expected > own.seconds_at(1).expected + 2000 * run.measured.step_seconds
     assert not knows(told(nodes=3), 3)
     assert "1 node(s) instead of 3" in told(nodes=3).basis_words
-    assert told(sku="Standard_NC4as_T4_v3") is None, "of another GPU's speed it tells nothing"
+    assert past_runs(instance, pace_mark(job, 1), "Standard_NC4as_T4_v3", keeps_cache=True) == []
     newer = replace(run, job_id="newer", measured=replace(run.measured, startup_seconds=99.0))
-    assert from_history([newer, run], sizes, 1, SKU, LearnedCorrection()).rests_on == ("newer",)
+    assert from_history([newer, run], sizes, 1, LearnedCorrection()).rests_on == ("newer",)
     assert replace(own, run_spread=0.3).seconds_at(1).high > own.seconds_at(1).high
 
     far, near = (
         replace(run, job_id=f"on-{count}", measured=replace(run.measured, node_count=count, step_seconds=seconds))
         for count, seconds in ((2, 1.0), (7, 5.0))
     )
-    [both, alone] = (from_history(runs, sizes, 4, SKU, LearnedCorrection()) for runs in ([far, near], [near]))
+    [both, alone] = (from_history(runs, sizes, 4, LearnedCorrection()) for runs in ([far, near], [near]))
     assert both.rests_on == ("on-7", "on-2"), "the nearest, as figures of other nodes are made: twice as many is as far"
     assert "on 7 node(s) instead of 4" in both.basis_words
     assert both.seconds_at(4) == alone.seconds_at(4)
@@ -177,20 +177,11 @@ def test_a_homes_past_run_tells_what_the_next_costs(finished, tmp_path, monkeypa
     assert expected.usd == pytest.approx(expected.estimate.seconds.expected / 3600 * expected.usd_per_hour)
 
 
-def test_past_runs_on_other_nodes_alone_promise_the_longest_of_them(finished, tmp_path):
-    slow, fast = "Standard_NC4as_T4_v3", "Standard_NC40ads_H100_v5"
-    job, settings = with_past_runs(tmp_path, finished, slow, fast), Settings(home=tmp_path, gpu_type=SKU)
-    expected, own = expect(settings, job, 1), expect(Settings(home=tmp_path, gpu_type=slow), job, 1)
-    assert expected.estimate is None
-    assert own.estimate is not None
-    assert expected.usd > own.estimate.seconds.expected / 3600 * 3.06, "the fast nodes' run takes longer here"
-    assert expected.wanted(job.job_id).usd == expected.usd
-    assert "data and batch on this SKU; a ceiling counts $0.0" in expected.lines()[1]
-    dearer = expected.on(price_of(fast), "dedicated")
-    assert dearer.usd / expected.usd == pytest.approx(price_of(fast).usd_per_hour("dedicated") / 3.06)
-
-
-def test_newer_runs_on_another_sku_hide_none_of_its_own(finished, instance):
+def test_runs_on_another_sku_tell_nothing_and_hide_none_of_its_own(finished, tmp_path, instance):
+    job = with_past_runs(tmp_path, finished, "Standard_NC4as_T4_v3")
+    expected = expect(Settings(home=tmp_path, gpu_type=SKU), job, 1)
+    assert (expected.estimate, expected.usd) == (None, None)
+    assert "data and batch on this SKU" in expected.lines()[1]
     _, rundir, job = finished
     write_plan(rundir, job)
     materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(rundir.uri))
@@ -199,10 +190,9 @@ def test_newer_runs_on_another_sku_hide_none_of_its_own(finished, instance):
     write_plan(other, job, sku="Standard_NC4as_T4_v3")
     for _ in range(MOST_READ + 1):
         materialized(instance, "trained_checkpoint", run_dir=dg.MetadataValue.path(other.uri))
-    found = past_runs(instance, pace_mark(job, 1), SKU, keeps_cache=True)
-    assert [run.job_id for run in found] == ["train-other"] * MOST_READ + ["train-past"]
     history = History.read(instance, pace_mark(job, 1), SKU, keeps_cache=True)
-    assert history.forecast(SIZES, 1, SKU).rests_on == ("train-past",)
+    assert [run.job_id for run in history.runs] == ["train-past"]
+    assert history.forecast(SIZES, 1).rests_on == ("train-past",)
     shutil.rmtree(other.uri)
 
 
@@ -268,9 +258,9 @@ def test_a_run_that_was_disturbed_is_told_and_teaches_nothing(instance):
     told(instance, "a", 172_800.0, job_id="train-a-2", launches=2)
     told(instance, "a", 500.0, job_id="train-a-3", replaced_nodes=1, generations=3)
     told(instance, "a", 200.0, job_id="train-a-4", generations=2)
-    history = History(runs=(), scores=tuple(past_scores(instance)))
+    history = History(sku=SKU, runs=(), scores=tuple(past_scores(instance)))
     assert [bool(item.disturbed) for item in history.scores] == [False, True, True, True]
-    assert history.learned("probe", SKU).runs == 1
+    assert history.learned("probe").runs == 1
     _, shown = verdict(instance)
     assert shown["runs"] == 4
     assert shown["not_learned"].startswith("nodes were lost or joined, 2 generations")

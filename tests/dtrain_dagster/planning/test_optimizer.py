@@ -72,7 +72,6 @@ def test_less_than_half_used_is_answered_with_dollars_and_seconds_that_come_true
     looked_at = optimizer(looks(used=0.3))
     found = {item.setting.split(" = ")[0]: item for item in looked_at.recommendations()}
     assert set(found) == {"DTRAIN_NODES", "DTRAIN_GPU_TYPE", "DTRAIN_TIER"}
-    assert looked_at.not_known() == ()
     wall, usd = looked_at.wall_seconds, looked_at.usd
 
     alone = AROUND + seconds_of_steps(replace(RUN, ranks=1, micro_batches=(6,), latency=0.0, buckets=()))
@@ -165,18 +164,16 @@ def test_a_batch_for_memory_that_is_not_used_and_what_it_does_to_the_training():
 
 
 @pytest.mark.parametrize(
-    ("extra", "words"),
+    "extra",
     [
-        (looks(gpus=[], gpu_utilization=None, cpu_percent=80.0), "batch size: no GPU's memory was measured"),
-        ([*looks(memory=0.2), event("out_of_memory", 0, 1, samples=64)], "batch size: memory ran out in this job"),
-        (looks(gpus=[], gpu_utilization=None), "a smaller SKU: the table of speeds is of GPUs"),
-        ([], "utilisation: no node was sampled"),
+        looks(gpus=[], gpu_utilization=None, cpu_percent=80.0),
+        [*looks(used=0.9, memory=0.2), event("out_of_memory", 0, 1, samples=64)],
+        [],
     ],
+    ids=["no GPU's memory was measured", "memory ran out", "no node was sampled"],
 )
-def test_what_cannot_be_told_is_said(extra: list[dict[str, Any]], words: str):
-    found = optimizer(extra)
-    assert any(line.startswith(words) for line in found.not_known())
-    assert not any(item.name == "larger batch" for item in found.recommendations())
+def test_nothing_is_recommended_about_what_cannot_be_told(extra: list[dict[str, Any]]):
+    assert not optimizer(extra).recommendations()
 
 
 T4 = "Standard_NC4as_T4_v3"
