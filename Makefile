@@ -38,7 +38,7 @@ help:  ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready  ## install what is missing (the others do this by themselves)
-	@test -e "$$DTRAIN_HOME/.dtrain-home" -a "$$DAGSTER_HOME/dagster.yaml" -nt dagster.yaml || \
+	@test -e "$$DTRAIN_HOME/.dtrain-home" -a -e "$$DAGSTER_HOME/dagster.yaml" || \
 	  python -m dtrain_dagster setup
 
 LOCKS := requirements.lock requirements-torch.lock requirements-cuda.lock

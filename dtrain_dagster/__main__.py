@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pwd
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +23,6 @@ from dtrain_dagster.web.stored_secrets import refuse_secret_on_command_line
 
 ROOT = Path(__file__).parents[1]
 DAGSTER_SETTINGS = Path(__file__).parent / "settings" / "dagster.yaml"
-SETTINGS_MARK = b"# A newer dtrain replaces this file, unless you edit it. As written: sha256 "
-"""The first line of Dagster's settings in a home; the sha256 is that of the lines below it."""
 SHOWN = 12
 
 
@@ -50,38 +48,18 @@ def setup() -> None:
 
 def prepare_dagster_home(settings: Settings) -> Path:
     """Make and mark the home; write Dagster's settings into DAGSTER_HOME, or into `dagster` in the home where that is
-    unset. Settings that a person has edited are kept. Return that folder. Raise `HomeError` where it cannot be
+    unset, once: they are the user's to edit. Return that folder. Raise `HomeError` where it cannot be
     written."""
     home = make_home(settings.home)
     dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster")
     target = dagster_home / "dagster.yaml"
     try:
         dagster_home.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or DAGSTER_SETTINGS.stat().st_mtime > target.stat().st_mtime:
-            _renew(target)
+        if not target.exists():
+            shutil.copyfile(DAGSTER_SETTINGS, target)
     except OSError as error:
         raise HomeError(unwritable(dagster_home, error).replace("DTRAIN_HOME", "DAGSTER_HOME")) from error
     return dagster_home
-
-
-def _renew(target: Path) -> None:
-    """Write Dagster's settings over a file that is missing or not edited; else say that there are newer ones."""
-    packaged = DAGSTER_SETTINGS.read_bytes()
-    if target.exists():
-        first, _, rest = target.read_bytes().partition(b"\n")
-        if first != _mark(rest):
-            if first != _mark(packaged):
-                click.echo(
-                    f"{target} is kept, since it may have been edited: take over what you need of the newer "
-                    f"{DAGSTER_SETTINGS} (an edit or `touch` ends this notice), or delete it for a new one",
-                    err=True,
-                )
-            return
-    target.write_bytes(_mark(packaged) + b"\n" + packaged)
-
-
-def _mark(text: bytes) -> bytes:
-    return SETTINGS_MARK + hashlib.sha256(text).hexdigest().encode()
 
 
 @main.command()

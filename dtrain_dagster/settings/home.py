@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+import psutil
 
 from dtrain_dagster.support.job_lock import LOCK, is_held
 
@@ -119,7 +120,8 @@ def plan_removal(home: Path, protected: Sequence[Path]) -> Removal:
             "made it, `python -m dtrain_dagster setup` marks it, unless it holds something else as well; else remove "
             "it by hand"
         )
-    if mounted := [point for point in _mount_points() if point.is_relative_to(real)]:
+    mounts = [Path(part.mountpoint) for part in psutil.disk_partitions(all=True)]
+    if mounted := [point for point in mounts if point.is_relative_to(real)]:
         raise HomeError(f"{mounted[0]} is mounted inside {home}: unmount it first, or remove the home by hand")
     if busy := running_jobs(home):
         raise HomeError(
@@ -181,15 +183,3 @@ def hold_home(home: Path, what: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _mount_points() -> list[Path]:
-    """Return the mount points of file systems; empty where the kernel does not say."""
-    try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            fields = [line.split(b" ")[4] for line in file]
-    except OSError:
-        return []
-    # Blanks and the like are written as \040; all other bytes, of letters that are not ASCII too, stand as they are.
-    plain = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), field) for field in fields)
-    return [Path(os.fsdecode(point)) for point in plain]

@@ -205,32 +205,12 @@ def test_a_home_from_before_there_were_marks_is_marked_by_the_next_setup(filled:
     assert not filled.exists()
 
 
-def test_settings_of_dagster_are_renewed_unless_a_person_has_edited_them(
-    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    packaged, target = tmp_path / "packaged.yaml", filled / "dagster" / "dagster.yaml"
-    monkeypatch.setattr("dtrain_dagster.__main__.DAGSTER_SETTINGS", packaged)
-
-    def setup(text: str) -> str:
-        packaged.write_text(text)
-        if target.exists():
-            os.utime(target, (0, 0))  # older than the packaged one
-        return in_process(filled, "setup").stderr
-
-    def written() -> str:
-        return target.read_text().partition("\n")[2]
-
-    for text in ("nux: 1\n", "nux: 2\n"):
-        assert (setup(text), written()) == ("", text)
-    with target.open("a") as file:
-        file.write("compute_logs: mine\n")
-    assert setup("nux: 2\n") == "", "installed again, with nothing new"
-    said = setup("nux: 3\n")
-    assert said.startswith(f"{target} is kept, since it may have been edited")
-    assert str(packaged) in said
-    assert written() == "nux: 2\ncompute_logs: mine\n"
-    target.write_text("nux: 0\n")  # without the line that says what was written
-    assert "is kept" in setup("nux: 3\n")
+def test_settings_of_dagster_are_written_once(filled: Path):
+    target = filled / "dagster" / "dagster.yaml"
+    assert in_process(filled, "setup").exit_code == 0
+    assert "run_monitoring" in target.read_text()
+    target.write_text("nux: 0\n")
+    assert in_process(filled, "setup").exit_code == 0
     assert target.read_text() == "nux: 0\n"
 
 

@@ -36,7 +36,8 @@ def test_a_year_is_trained_once_and_all_years_are_judged_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(definitions, "subprocess", InThisProcess)
-    for name, value in {"HOME": str(tmp_path / "home"), "THREADS_PER_RANK": "1", "COMMAND_TRACKING": "off"}.items():
+    settings = {"HOME": str(tmp_path / "home"), "THREADS_PER_RANK": "1", "OPTIONS": "command_tracking=off"}
+    for name, value in settings.items():
         monkeypatch.setenv(f"DTRAIN_{name}", value)
     walk = {"prices": str(small_prices(tmp_path)), "window": 10, "valid_years": 1, "options": ["--epochs", "2"]}
     config = {"resources": {"walk": {"config": walk}}}
