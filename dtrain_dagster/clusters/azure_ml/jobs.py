@@ -224,10 +224,9 @@ class Jobs:
     def cancel(self, name: str, why: str) -> bool:
         """Ask the service to end the job; nothing happens if it has ended. Return False where the service says that
         there is none."""
-        with self.audit.operation("job.cancel", name, why=why):
+        with self.audit.operation("job.cancel", name, why=why), self.service.looking():  # whoever wants it asks again
             try:
-                with self.service.looking():  # whoever wants it asks again
-                    self.service.call(f"cancel job {name}", lambda: self.service.ml.jobs.begin_cancel(name))
+                self.service.call(f"cancel job {name}", lambda: self.service.ml.jobs.begin_cancel(name))
             except NotFound:
                 return False
             except ServiceRefused as error:

@@ -14,9 +14,7 @@ from dtrain_dagster.clusters.azure_ml.sku_chain import (
     node_environment_of,
     spell_sku,
 )
-from dtrain_dagster.clusters.ranks import ranks_per_node
 from dtrain_dagster.costs.prices import hardware_of, skus
-from dtrain_dagster.settings.cluster_kinds import KINDS
 
 TODAY = date(2026, 11, 1)
 
@@ -31,16 +29,6 @@ def test_nccl_looks_for_infiniband_where_a_size_has_it_and_nowhere_else(sku: str
 
 def test_an_unknown_size_is_left_to_nccl() -> None:
     assert node_environment_of("Standard_ND128isr_GB300_v6") == {}
-
-
-@pytest.mark.parametrize(
-    ("sku", "ranks"),
-    [("Standard_NC6s_v3", 1), ("Standard_NC24ads_A100_v4", 1), ("Standard_NC96ads_A100_v4", 4),
-     ("Standard_NC64as_T4_v3", 4), ("Standard_ND96isr_H100_v5", 8)],
-)  # fmt: skip
-def test_a_node_has_a_rank_for_each_gpu_of_its_size(sku: str, ranks: int) -> None:
-    assert ranks_per_node(None, KINDS["azure_ml"], sku, 3) == ranks
-    assert ranks_per_node(2, KINDS["azure_ml"], sku, 3) == 2
 
 
 @pytest.mark.parametrize("sku", ["Standard_NV6ads_A10_v5", "Standard_NV18ads_A10_v5", "Standard_NC24ads_A100_MIG_v4"])
