@@ -114,7 +114,9 @@ class KubernetesEngine(Engine):
         for pod in pods:
             by_job.setdefault(pod["metadata"]["labels"].get("job-name", ""), []).append(pod)
         waits = any(pod["status"].get("phase") == "Pending" for pod in pods) or len(by_job) < len(jobs)
-        warnings = self._warnings() if waits else []
+        warnings: list[dict[str, Any]] = []
+        if waits:
+            warnings = self._items("list the events", self._core.list_namespaced_event, field_selector="type=Warning")
         now, found = time.time(), []
         for job in jobs:
             name = job["metadata"]["name"]
@@ -133,18 +135,10 @@ class KubernetesEngine(Engine):
     def how_to_enter(self, job: EngineJob, address: str) -> str:
         given = {"kubeconfig": self.options.kubeconfig, "context": self.options.context}
         where = "".join(f" {shlex.quote(f'--{name}={value}')}" for name, value in given.items() if value)
-        selector = f"job-name={job.id}"
-        try:
-            pod = first_pod(self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector))
-        except EngineUnreachableError:
-            pod = None
-        name = pod["metadata"]["name"] if pod is not None else f"job/{job.id}"
-        return f"kubectl{where} exec -it -n {self._space} {name} -c {CONTAINER} -- bash"
+        return f"kubectl{where} exec -it -n {self._space} job/{job.id} -c {CONTAINER} -- bash"
 
     def read_log(self, job_id: str) -> str | None:
-        selector = f"job-name={job_id}"
-        pod = first_pod(self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector))
-        if pod is None:
+        if (pod := first_pod(self._pods_of(job_id))) is None:
             return None
         with self._asking("read a log", pass_over=(400, 404)):
             answer = self._core.read_namespaced_pod_log(pod["metadata"]["name"], self._space, **_RAW)
@@ -155,18 +149,14 @@ class KubernetesEngine(Engine):
         with self._asking("look at the namespace"):
             self._batch.list_namespaced_job(self._space, limit=1, **_RAW)
         for group, resource, part, verb in RIGHTS:
-            attributes = {
-                "namespace": self._space,
-                "group": group,
-                "resource": resource,
-                "subresource": part,
-                "verb": verb,
+            right = {"group": group, "resource": resource, "subresource": part, "verb": verb}
+            review = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": {"namespace": self._space, **right}},
             }
-            body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
             with self._asking("ask for the rights"):
-                answer = self._authorization.create_self_subject_access_review(
-                    {**body, "spec": {"resourceAttributes": attributes}}, **_RAW
-                )
+                answer = self._authorization.create_self_subject_access_review(review, **_RAW)
                 if not json.loads(answer.data)["status"].get("allowed"):
                     what = f"{resource}/{part}" if part else resource
                     raise refusal(f"{verb} {what} in {self._space}", 403, "not allowed")
@@ -227,15 +217,14 @@ class KubernetesEngine(Engine):
         with self._asking("end a node", pass_over=(404,)):
             self._batch.delete_namespaced_job(name, self._space, propagation_policy=policy, **_RAW)
         if force:
-            selector = f"job-name={name}"
-            for pod in self._items("list the pods", self._core.list_namespaced_pod, label_selector=selector):
+            for pod in self._pods_of(name):
                 with self._asking("end a pod", pass_over=(404,)):
                     self._core.delete_namespaced_pod(
                         pod["metadata"]["name"], self._space, grace_period_seconds=0, **_RAW
                     )
 
-    def _warnings(self) -> list[dict[str, Any]]:
-        return self._items("list the events", self._core.list_namespaced_event, field_selector="type=Warning")
+    def _pods_of(self, name: str) -> list[dict[str, Any]]:
+        return self._items("list the pods", self._core.list_namespaced_pod, label_selector=f"job-name={name}")
 
     def _items(self, what: str, ask: Callable[..., Any], **arguments: Any) -> list[dict[str, Any]]:
         with self._asking(what):

@@ -77,7 +77,14 @@ def node_object(
 ) -> dict[str, Any]:
     """Return the Job of one incarnation of a node, which runs ``command``. ``grace_seconds``: from SIGTERM to
     SIGKILL. ``excluded``: the machines on which it is not placed."""
-    labels = {**_labels(launch), NODE: str(node_id), INCARNATION: str(incarnation)}
+    labels = {
+        "app.kubernetes.io/name": "dtrain",
+        "app.kubernetes.io/component": "training",
+        JOB: label_of(launch["job_id"]),
+        LAUNCH: name_launch(launch),
+        NODE: str(node_id),
+        INCARNATION: str(incarnation),
+    }
     annotations = {
         # A step of all nodes waits for each of them: nobody should be moved for tidiness.
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -101,28 +108,17 @@ def node_object(
                 "metadata": merge(
                     options.pod_template.get("metadata", {}), {"labels": labels, "annotations": annotations}
                 ),
-                "spec": without_hosts(
-                    pod_spec(options, command, grace_seconds, {LAUNCH: name_launch(launch)}), excluded
-                ),
+                "spec": without_hosts(pod_spec(options, command, grace_seconds, labels[LAUNCH]), excluded),
             },
         },
     }
 
 
-def _labels(launch: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "dtrain",
-        "app.kubernetes.io/component": "training",
-        JOB: label_of(launch["job_id"]),
-        LAUNCH: name_launch(launch),
-    }
-
-
 def pod_spec(
-    options: KubernetesSettings, command: Sequence[str], grace_seconds: float, apart: Mapping[str, str]
+    options: KubernetesSettings, command: Sequence[str], grace_seconds: float, launch_name: str
 ) -> dict[str, Any]:
     """Return the specification of a node's pod: ours, with what the pod template has in its place or beside it.
-    ``apart``: the label of the pods that it is kept apart from, unless the template has an affinity."""
+    Nodes of one launch are kept apart from each other, unless the template has an affinity."""
     template = options.pod_template.get("spec", {})
     storage = [{"name": f"storage-{index}", **volume["source"]} for index, volume in enumerate(options.volumes)]
     mounts: list[dict[str, Any]] = [
@@ -163,7 +159,7 @@ def pod_spec(
         "volumes": storage,
     }
     if "affinity" not in template:
-        term = {"labelSelector": {"matchLabels": dict(apart)}, "topologyKey": "kubernetes.io/hostname"}
+        term = {"labelSelector": {"matchLabels": {LAUNCH: launch_name}}, "topologyKey": "kubernetes.io/hostname"}
         preferred = [{"weight": 100, "podAffinityTerm": term}]
         spec["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
     return merge(spec, template)

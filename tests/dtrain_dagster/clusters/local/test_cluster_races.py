@@ -19,16 +19,6 @@ from trainer.node.node_processes import NodeProcesses
 pytestmark = pytest.mark.slow
 
 
-def test_exit_codes_are_seen_even_if_the_submitter_ignores_its_children(cluster):
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by all that is started
-    try:
-        cluster.submit("ignored", "time.sleep(0.2); sys.exit(5)", nodes=1)
-        assert "exit code 5" in cluster.wait("ignored").message
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert cluster.manager.job_status("ignored").state is JobState.FAILED
-
-
 def test_the_group_of_a_node_that_has_ended_is_not_signalled_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its number may be someone else's by then."""
     node = NodeProcesses(Seat(node_id=0), LineLog(tmp_path / "node-0.log", "start"), "a mark of nobody", 1)

@@ -78,11 +78,12 @@ def elastic(cluster):
     return submit
 
 
-def test_a_lost_node_is_replaced_by_one_like_it(cluster, elastic):
-    elastic("grows", "work()")
-    first, other = started(cluster, 1, 1, 1), started(cluster, 1, 0, 1)
-    os.kill(first["pid"], signal.SIGTERM)
-    second = started(cluster, 1, 1, 2)
+def test_a_lost_node_is_replaced_as_a_whole_by_one_like_it(cluster, elastic):
+    elastic("grows", "work()", processes=2)
+    first, _, _, other = (started(cluster, 1, rank, 1) for rank in (3, 2, 1, 0))
+    os.kill(first["pid"], signal.SIGKILL)
+    second = started(cluster, 1, 3, 2)
+    started(cluster, 1, 2, 2)
     assert second["env"] == first["env"] | replace(Launch.read(first["env"]), incarnation=2).variables()
     assert psutil.pid_exists(other["pid"])
     assert cluster.manager.job_status("grows").nodes_alive == 2
@@ -90,7 +91,7 @@ def test_a_lost_node_is_replaced_by_one_like_it(cluster, elastic):
     (cluster.folder / "go").touch()
     status = cluster.wait("grows")
     assert status.state is JobState.SUCCEEDED, status.message
-    assert stays(cluster, "grows") == [(1, 0, 1, (0,)), (1, 1, 1, (143,)), (1, 1, 2, (0,))]
+    assert stays(cluster, "grows") == [(1, 0, 1, (0, 0)), (1, 1, 1, (143, -9)), (1, 1, 2, (0, 0))]
     _, lost, there = nodes = nodes_of(cluster, "grows")
     assert lost.started_at < lost.ended_at < there.started_at < there.ended_at, "no second is paid twice"
     usage = cluster.manager.node_usage("grows")
@@ -101,18 +102,6 @@ def test_a_lost_node_is_replaced_by_one_like_it(cluster, elastic):
         "--- launch 1",
         "--- launch 1, incarnation 2",
     ]
-
-
-def test_a_node_is_lost_as_a_whole(cluster, elastic):
-    elastic("whole", "work()", processes=2)
-    for rank in range(4):
-        started(cluster, 1, rank, 1)
-    os.kill(started(cluster, 1, 3, 1)["pid"], 9)
-    started(cluster, 1, 2, 2)
-    started(cluster, 1, 3, 2)
-    (cluster.folder / "go").touch()
-    assert cluster.wait("whole").state is JobState.SUCCEEDED
-    assert stays(cluster, "whole") == [(1, 0, 1, (0, 0)), (1, 1, 1, (143, -9)), (1, 1, 2, (0, 0))]
 
 
 def test_a_frozen_node_does_not_keep_a_job_that_is_done(cluster, elastic):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -27,14 +26,6 @@ print("rank", RANK, "was here")
 (OUT / f"rank-{RANK}.json").write_text(json.dumps({"env": env, "group": os.getpgid(0), "session": os.getsid(0)}))
 """
 SLEEP = "(OUT / f'up-{RANK}').touch(); time.sleep(300)"
-STUBBORN = """
-import signal, subprocess
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if len(sys.argv) == 1:  # a child of its own, as stubborn
-    subprocess.Popen([sys.executable, __file__, "child"])
-(OUT / f"up-{RANK}-{len(sys.argv)}").touch()
-time.sleep(300)
-"""
 
 
 def test_each_node_is_a_process_group_with_torchruns_variables_and_its_own_log(cluster):
@@ -79,8 +70,12 @@ def test_the_process_that_fails_first_ends_the_job_and_is_named(cluster):
         sys.exit(3)
     time.sleep(300)
     """
-    cluster.submit("fails", script, nodes=3, env={"DTRAIN_STOP_GRACE_SECONDS": "0.2"})
-    status = cluster.wait("fails")
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by all that is started
+    try:
+        cluster.submit("fails", script, nodes=3, env={"DTRAIN_STOP_GRACE_SECONDS": "0.2"})
+        status = cluster.wait("fails")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
     assert status.state is JobState.FAILED
     assert "rank 1 on node 1 failed first (exit code 3)" in status.message
     assert "the disk of rank 1 melted" in status.message
@@ -91,37 +86,29 @@ def test_the_process_that_fails_first_ends_the_job_and_is_named(cluster):
     assert written["exit_codes"] == {"0": -15, "1": 3, "2": -15}
 
 
-def test_cancel_lets_processes_end_in_order(cluster):
+def test_cancel_lets_processes_end_in_order_and_kills_what_does_not_children_included(cluster):
     script = """
-    import signal
+    import signal, subprocess
     def stop(*_):
         (OUT / f"checkpoint-{RANK}").touch()
         sys.exit(143)
-    signal.signal(signal.SIGTERM, stop)
-    (OUT / f"up-{RANK}").touch()
+    signal.signal(signal.SIGTERM, stop if RANK == 0 else signal.SIG_IGN)
+    if RANK == 1 and len(sys.argv) == 1:  # a child of its own, as stubborn
+        subprocess.Popen([sys.executable, __file__, "child"])
+    (OUT / f"up-{RANK}-{len(sys.argv)}").touch()
     time.sleep(300)
     """
-    cluster.submit("polite", script)
-    for rank in range(2):
-        cluster.wait_for_file(f"up-{rank}")
-    cluster.manager.cancel_job("polite")
+    cluster.submit("job", script, env={"DTRAIN_STOP_GRACE_SECONDS": "0.5"})
+    for name in ("up-0-1", "up-1-1", "up-1-2"):
+        cluster.wait_for_file(name)
+    cluster.manager.cancel_job("job")
     assert cluster.processes() == []
-    status = cluster.manager.job_status("polite")
+    status = cluster.manager.job_status("job")
     assert (status.state, status.message, status.nodes_alive) == (JobState.CANCELLED, "cancelled", 0)
-    assert sorted(path.name for path in cluster.folder.glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-1"]
-    assert [node.exit_codes for node in _nodes(cluster, "polite")] == [(143,), (143,)]
-    cluster.manager.cancel_job("polite")  # once more does no harm
-    assert cluster.manager.job_status("polite").state is JobState.CANCELLED
-
-
-def test_cancel_kills_what_ignores_sigterm_children_of_processes_included(cluster):
-    cluster.submit("stubborn", STUBBORN, env={"DTRAIN_STOP_GRACE_SECONDS": "0.3"})
-    for rank in range(2):
-        cluster.wait_for_file(f"up-{rank}-2")
-    assert len([p for p in cluster.processes() if "stubborn.py" in " ".join(p.cmdline())]) == 4
-    cluster.manager.cancel_job("stubborn")
-    assert cluster.processes() == []
-    assert cluster.manager.job_status("stubborn").state is JobState.CANCELLED
+    assert (cluster.folder / "checkpoint-0").exists()
+    assert [node.exit_codes for node in _nodes(cluster, "job")] == [(143,), (-9,)]
+    cluster.manager.cancel_job("job")  # once more does no harm
+    assert cluster.manager.job_status("job").state is JobState.CANCELLED
 
 
 def test_a_stuck_supervisor_is_ended_by_force(cluster, monkeypatch):
@@ -178,25 +165,6 @@ def test_a_failed_job_starts_again_as_the_next_launch(cluster):
     assert all(use.ended_at > use.started_at and use.sku == "Standard_NC6s_v3" for use in usage)
 
 
-def test_asking_while_a_job_starts_never_says_failed_and_stops_no_submission(cluster):
-    seen, done = set(), threading.Event()
-
-    def ask() -> None:
-        manager = LocalClusterManager(cluster.manager.home)
-        while not done.wait(0.01):
-            seen.update(job.state for job in manager.list_jobs())
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-    try:
-        cluster.submit("job", "pass", nodes=1)
-        assert cluster.wait("job").state is JobState.SUCCEEDED
-    finally:
-        done.set()
-        asker.join()
-    assert JobState.FAILED not in seen
-
-
 def test_a_program_that_is_not_there_is_named(cluster):
     spec = JobSpec(job_id="none", run_dir=str(cluster.run_dir("none")), command=("no-such-program",), node_count=1)
     cluster.manager.submit_job(spec)
@@ -215,18 +183,6 @@ def test_a_node_that_cannot_start_takes_those_before_it_along(cluster):
     [node] = _nodes(cluster, "half")
     assert node.ended_at is not None
     assert node.exit_codes == (-15,) or node.exit_codes == (-9,)
-
-
-def test_clean_up_stops_all(cluster):
-    manager = cluster.manager
-    manager.provision_cluster(2, "Standard_NC6s_v3")
-    for name in ("a", "b"):
-        cluster.submit(name, SLEEP, nodes=1)
-    manager.cleanup_cluster()
-    assert cluster.processes() == []
-    assert {job.job_id: job.state for job in manager.list_jobs()} == dict.fromkeys("ab", JobState.CANCELLED)
-    assert manager.monitor_health().message == "not provisioned"
-    manager.cleanup_cluster()
 
 
 def _nodes(cluster, job_id: str):

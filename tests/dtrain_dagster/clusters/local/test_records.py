@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dtrain_dagster.clusters.base import ClusterError, JobState
+from dtrain_dagster.clusters.base import OWNER, ClusterError, JobState
 from dtrain_dagster.clusters.managers import LocalClusterManager
+from dtrain_dagster.clusters.supervision.launch import LaunchSettings
 from dtrain_dagster.support.job_lock import acquire
 from trainer.documents.presences import NodePresence
 from trainer.rundir import LAUNCH, STATUS, RunDir
@@ -45,6 +46,33 @@ def plant(manager: LocalClusterManager) -> Iterator[Plant]:
     yield write
     for lock in locks:
         os.close(lock)
+
+
+def test_a_job_is_of_the_cluster_that_launched_it_last(manager: LocalClusterManager, plant: Plant) -> None:
+    here, there = (LocalClusterManager(manager.home, LaunchSettings(cluster_name=name)) for name in ("here", "there"))
+    here.provision_cluster(1, "Standard_NC6s_v3")
+    there.provision_cluster(2, "Standard_NC24ads_A100_v4")
+    rundir = plant("job")
+    rundir.write_json(OWNER, {"dagster_run_id": "a run that has ended"})
+    rundir.write_json(LAUNCH, {"job_id": "job", "launch": 1, "cluster_name": "here"})
+    assert [job.job_id for job in here.active_jobs()] == [job.job_id for job in here.list_jobs()] == ["job"]
+    assert here.pools()[0].work == ("job",)
+    assert [orphan.name for orphan in here.find_orphans(())] == ["job"]
+    assert not there.active_jobs()
+    assert not there.list_jobs()
+    assert not there.find_orphans(())
+    assert not there.monitor_health().running_jobs
+    [pool] = there.pools()
+    assert (pool.work, pool.node_count, pool.sku) == ((), 2, "Standard_NC24ads_A100_v4")
+    assert there.scale_down(pool), "it idles, whatever runs elsewhere"
+    there.cleanup_cluster()
+    assert there.monitor_health().message == "not provisioned"
+    assert there.job_status("job").state is JobState.RUNNING, "it is found by its name, and was not ended"
+    rundir.write_json(LAUNCH, {"job_id": "job", "launch": 2, "cluster_name": "there"})
+    there.active.enter("job")
+    assert [job.job_id for job in there.active_jobs()] == ["job"], "it goes on elsewhere, and is of that cluster"
+    assert not here.active_jobs()
+    assert not here.pools()[0].work
 
 
 def test_scaling_is_remembered_within_its_limits(manager: LocalClusterManager) -> None:
