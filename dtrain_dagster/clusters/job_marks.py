@@ -85,14 +85,14 @@ class ClusterUse:
             return None
         return None if found is None else float(found["at"])
 
-    def note_end(self, ended_at: float, job_id: str) -> None:
-        """Record the end of a job as the last use."""
-        self._note(ended_at, job_id)
+    def note(self, at: float, by: str) -> None:
+        """Record a use, such as the end of a job, as the last one."""
+        self.state.write(USED, json.dumps({"at": at, "by": by}).encode())
 
     def begin(self, by: str) -> None:
         """Record that the cluster is used from now on. Return when no process is giving it back: its nodes then
         stay."""
-        self._note(time.time(), by)
+        self.note(time.time(), by)
         while self._is_closing():
             time.sleep(LOOK_SECONDS)
 
@@ -125,9 +125,6 @@ class ClusterUse:
         finally:
             if self._closing() == mine:
                 self.state.delete(CLOSING)
-
-    def _note(self, at: float, by: str) -> None:
-        self.state.write(USED, json.dumps({"at": at, "by": by}).encode())
 
     def _closing(self) -> bytes | None:
         """Return what the process that gives the cluster back has written; None where there is none."""

@@ -49,7 +49,7 @@ from dtrain_dagster.clusters.supervision.launch import (
     SupervisorError,
     acquire_job_lock,
     end_supervised,
-    has_ended,
+    is_final,
     launch_document,
     observe,
     options_file,
@@ -219,7 +219,7 @@ class SupervisedClusterManager(GPUClusterManager):
         self.check_size(spec.node_count, spec.processes_per_node)
         folder = self._expect_folder(spec)
         rundir = RunDir(str(folder))
-        launch = self._next_launch(spec, folder, rundir)
+        launch = launch_document(spec, self.settings, folder, rundir)
         launch["token"] = launch["token"][: -len(DRAWN)] + DRAWN
         code = KINDS[self.settings.engine].code
         staged = code_of(self.home / "code", factories_in(job))[0] if code == "staged" else None
@@ -239,7 +239,8 @@ class SupervisedClusterManager(GPUClusterManager):
             if lock is None:
                 return
             try:
-                if not has_ended(rundir) and outlives_supervisor(rundir.read_json(LAUNCH) or {}):
+                goes_on = (status := rundir.read_json(STATUS)) is not None and not is_final(status)
+                if goes_on and outlives_supervisor(rundir.read_json(LAUNCH) or {}):
                     self._supervise_again(rundir, lock)  # its nodes go on
                     return
                 status = settle_status(rundir)
@@ -367,16 +368,12 @@ class SupervisedClusterManager(GPUClusterManager):
         self.use.begin(spec.job_id)
         rundir.storage.delete(STATUS)  # from here on, only the new supervisor says how the job stands
         code = KINDS[self.settings.engine].code
-        launch = self._next_launch(spec, folder, rundir)
+        launch = launch_document(spec, self.settings, folder, rundir)
         launch = with_code(launch, stage_code(self.home / "code", rundir) if code == "staged" else None, code)
         secret = self._secret(spec.job_id)
         if self.engine_options is not None:
             write_private(options_file(secret), json.dumps(self.engine_options))
         start_supervisor(launch, rundir, lock, secret)
-
-    def _next_launch(self, spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
-        """Return the next launch of a job as in ``launch.json``, but for where its code is."""
-        return launch_document(spec, folder, rundir) | asdict(self.settings)
 
     def _supervise_again(self, rundir: RunDir, lock: int) -> None:
         """Start another supervisor for a job whose nodes outlived theirs. Raise `ClusterError` where it does not
@@ -418,7 +415,7 @@ class SupervisedClusterManager(GPUClusterManager):
         with undisturbed(self.folder / job_id) as is_free:
             if is_free:
                 if ended_at is not None:
-                    self.use.note_end(ended_at, job_id)
+                    self.use.note(ended_at, job_id)
                 self.active.leave(job_id)
 
     def _end(self, job_id: str, patience_seconds: float) -> bool:

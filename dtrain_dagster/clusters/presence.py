@@ -24,15 +24,8 @@ STALE_SECONDS = 5 * HEARTBEAT_SECONDS
 
 def find_latest_presences(nodes: Iterable[NodePresence]) -> list[NodePresence]:
     """Return the last incarnation of each node of the last launch."""
-    nodes = list(nodes)
-    number = max((node.launch for node in nodes), default=0)
-    newest: dict[int, NodePresence] = {}
-    for node in nodes:
-        if node.launch == number and (
-            node.node_id not in newest or node.incarnation > newest[node.node_id].incarnation
-        ):
-            newest[node.node_id] = node
-    return list(newest.values())
+    nodes = sorted(nodes, key=lambda node: (node.launch, node.incarnation))
+    return list({node.node_id: node for node in nodes if node.launch == nodes[-1].launch}.values())
 
 
 def end_of(node: NodePresence) -> float:

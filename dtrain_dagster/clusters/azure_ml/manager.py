@@ -228,7 +228,7 @@ class AzureMLClusterManager(GPUClusterManager):
             if job_id in damaged:
                 continue  # it may go on to cost money: its mark stays
             if job_id in ended and self._controller(job_id, tends=False).has_ended(launch):
-                self._use.note_end(ended[job_id] or time.time(), job_id)
+                self._use.note(ended[job_id] or time.time(), job_id)
                 self._active.leave(mark)
             elif job_id not in there and time.time() - self._active.entered_at(mark) > SUBMITTING_SECONDS:
                 self._active.leave(mark)

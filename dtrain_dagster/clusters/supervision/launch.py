@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +100,22 @@ class SupervisorError(ClusterError):
     """The supervisor of a job could not be started."""
 
 
-def launch_document(spec: JobSpec, folder: Path, rundir: RunDir) -> dict[str, Any]:
-    """Return the next launch of this job as in ``launch.json``, without what the cluster's settings add."""
+def launch_document(spec: JobSpec, settings: LaunchSettings, folder: Path, rundir: RunDir) -> dict[str, Any]:
+    """Return the next launch of this job as in ``launch.json``, but for where its code is."""
+    path = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     return {
         "job_id": spec.job_id,
         "command": list(spec.command),
         "node_count": spec.node_count,
         "processes_per_node": spec.processes_per_node,
-        "env": with_package({**_python_path(os.environ), **spec.env}),
+        "env": with_package({**path, **spec.env}),
         "master_port": spec.master_port,
         "elastic": spec.elastic,
         **({"keep_failed_seconds": spec.keep_failed_seconds} if spec.keep_failed_seconds else {}),
         "launch": 1 + max((node.launch for node in rundir.nodes()), default=0),
         "token": new_token(folder),
         "submitted_at": time.time(),
+        **asdict(settings),
     }
 
 
@@ -167,10 +169,6 @@ def with_package(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if paths else dict(environment)
 
 
-def _python_path(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in ("PYTHONPATH",) if name in environment}
-
-
 def outlives_supervisor(launch: Mapping[str, Any]) -> bool:
     """Return whether the nodes of this launch go on when their supervisor dies: an engine runs them."""
     return launch.get("engine", "local") != "local"
@@ -182,18 +180,16 @@ def supervisor_mark(launch: Mapping[str, Any]) -> str:
     return f"supervisor-{launch['token']}" if outlives_supervisor(launch) else str(launch["token"])
 
 
-def has_ended(rundir: RunDir) -> bool:
-    """Return whether the job's status says that it has ended, or there is none."""
-    status = rundir.read_json(STATUS)
-    return status is None or JobState(status["state"]).is_final
+def is_final(status: Mapping[str, Any] | None) -> bool:
+    """Return whether a job's ``status.json`` says that it has ended; False where there is none."""
+    return status is not None and JobState(status["state"]).is_final
 
 
 def acquire_job_lock(folder: Path, rundir: RunDir) -> int | None:
     """Return the descriptor of the job's lock; None if the job runs already. A supervisor that has recorded its end is
     waited for."""
     while (lock := acquire(folder)) is None:
-        status = rundir.read_json(STATUS)
-        if status is None or not JobState(status["state"]).is_final:
+        if not is_final(rundir.read_json(STATUS)):
             return None
         time.sleep(POLL_SECONDS)
     return lock
@@ -203,7 +199,7 @@ def settle_status(rundir: RunDir) -> dict[str, Any] | None:
     """Return ``status.json``, for the holder of the job's lock. If the last supervisor died, write the end that it
     could not, end what it left, and tell people."""
     status = rundir.read_json(STATUS)
-    if status is None or JobState(status["state"]).is_final:
+    if status is None or is_final(status):
         return status
     sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())
     left = presences.find_latest_presences(rundir.nodes())
@@ -227,7 +223,7 @@ def observe(rundir: RunDir, revive: Revive | None = None) -> tuple[dict[str, Any
     folder = rundir.storage.local_path()
     while True:
         status = rundir.read_json(STATUS)
-        if status is not None and JobState(status["state"]).is_final:
+        if is_final(status):
             return status, False
         running = is_held(folder)
         if rundir.read_json(STATUS) != status:
@@ -281,7 +277,7 @@ def signal_supervisor(rundir: RunDir, number: signal.Signals) -> None:
     """Send a signal to the supervisor that has recorded that it has the job. The process number in ``status.json`` is
     only a hint: the job can write that file, and process numbers are used again."""
     status = rundir.read_json(STATUS)
-    if not status or JobState(status["state"]).is_final:
+    if status is None or is_final(status):
         return
     folder = rundir.storage.local_path()
     pid = supervisor_of(folder, status.get("pid"))
