@@ -23,7 +23,6 @@ from dtrain_dagster.monitoring.diagnosis import diagnose
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.monitoring.windows import SEGMENTS, Throughput
 from trainer.documents.events import (
-    CheckpointEvent,
     EvaluationEvent,
     EventError,
     MembershipEvent,
@@ -39,7 +38,7 @@ VALUES = 60_000
 """The most rows times columns of all tracks of one kind: with many nodes, each has fewer rows."""
 LATEST_WINDOWS = 20
 """The number of the newest windows in the breakdown per rank."""
-NEWS, MARKS = 60, 200
+NEWS, CHANGES = 60, 200
 MOST_NODES = 2048
 """The most nodes that are kept. No training has more; further ones are ignored."""
 
@@ -124,9 +123,8 @@ class PerformanceDashboard:
         self.has_gpus = False
         self.windows: deque[TimingEvent] = deque(maxlen=LATEST_WINDOWS)
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS)
-        self.marks: deque[dict[str, Any]] = deque(maxlen=MARKS)
         self.throughput = Throughput()
-        self.changes_of_nodes: deque[MembershipEvent] = deque(maxlen=MARKS)
+        self.changes_of_nodes: deque[MembershipEvent] = deque(maxlen=CHANGES)
         """The generations after the first that lost nodes or took some in."""
         self.counts: Counter[str] = Counter()
         """The number of events by kind, and ``nodes_lost``."""
@@ -156,7 +154,6 @@ class PerformanceDashboard:
             "ranks": self.ranks(),
             "verdict": self.verdict(training),
             "news": list(self.news)[::-1],
-            "marks": list(self.marks),
         }
 
     def ranks(self) -> dict[str, Any] | None:
@@ -243,30 +240,15 @@ class PerformanceDashboard:
         self.counts["nodes_lost"] += len(formed.lost)
         if formed.generation > 1 and (formed.lost or formed.joined):
             self.changes_of_nodes.append(formed)
-        self._mark(item, f"generation {formed.generation}: {len(formed.nodes)} node(s), {formed.reason}")
-
-    def _take_checkpoint(self, item: dict[str, Any]) -> None:
-        step = read_event(CheckpointEvent, item).step
-        self._mark(item, f"checkpoint of step {step}")
-        self.marks[-1]["step"] = step
 
     def _tell_hang(self, item: dict[str, Any]) -> None:
         """Note the rank that keeps the others waiting, as far as ranks have reported: a later report may change it."""
-        said = {
-            "time": item["time"],
-            "kind": "hang",
-            "step": item["step"],
-            "text": redact(hang_verdict(self.view.hang)),
-        }
-        for entries in (self.news, self.marks):
-            before = [entry for entry in entries if (entry["kind"], entry.get("step")) == ("hang", item["step"])]
-            if before:
-                before[-1]["text"] = said["text"]
-            else:
-                entries.append(dict(said))
-
-    def _mark(self, item: dict[str, Any], text: str) -> None:
-        self.marks.append({"time": item["time"], "kind": item["kind"], "text": redact(text)})
+        text = redact(hang_verdict(self.view.hang))
+        for entry in self.news:
+            if (entry["kind"], entry.get("step")) == ("hang", item["step"]):
+                entry["text"] = text
+                return
+        self.news.append({"time": item["time"], "kind": "hang", "step": item["step"], "text": text})
 
     def _add(self, name: str, x: str, values: dict[str, Any], most: int = POINTS) -> None:
         self.tracks.setdefault(name, Track(x)).add(values, self.version, min(most, POINTS))

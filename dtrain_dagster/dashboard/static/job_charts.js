@@ -7,7 +7,6 @@ const SEGMENTS = {
   input: "#d4a72c", forward: "#6cb6ff", backward: "#316dca", communication: "#986ee2", waiting: "#e5534b",
   optimizer: "#46a758", checkpoint: "#2f9aa0", other: "#8b949e",
 };
-const MARKS = { membership: "triangle-down", checkpoint: "circle", hang: "x" };
 
 // The charts. A line is a column of a track; "node *" stands for the tracks of all nodes, and one without a label has its
 // track's name.
@@ -50,7 +49,7 @@ const PANELS = [
   },
   {
     key: "timeline", section: "Nodes", title: "When nodes were there", unit: "", kind: "timeline", x: "time",
-    about: "A bar for each incarnation of a node; marks are new generations (▼), checkpoints (·) and hangs (✕).", lines: [],
+    about: "A bar for each incarnation of a node.", lines: [],
   },
 ];
 
@@ -114,10 +113,10 @@ function rankTraces() {
 }
 
 function timelineTraces() {
-  const { presences, marks, now } = job.look;
+  const { presences, now } = job.look;
   const running = job.look.job.ended_at === null && ["running", "queued"].includes(job.look.job.state);
   const until = node => node.ended_at ?? (running ? now : node.last_seen_at ?? node.started_at);
-  const bars = presences.length ? [{
+  return presences.length ? [{
     type: "bar", orientation: "h", y: presences.map(node => `node ${node.node_id}`), base: presences.map(node => local(node.started_at)),
     x: presences.map(node => 1000 * Math.max(1, until(node) - node.started_at)),
     marker: { color: presences.map(node => nodeColour(node.node_id)) }, width: 0.6, showlegend: false,
@@ -126,17 +125,6 @@ function timelineTraces() {
       (node.exit_codes.length ? `, exit codes ${node.exit_codes.join(", ")}` : "")),
     hovertemplate: "%{y}: %{customdata}<extra></extra>",
   }] : [];
-  if (marks.length) {
-    bars.push({
-      type: "scatter", mode: "markers", showlegend: false, x: marks.map(mark => local(mark.time)), y: marks.map(() => "events"),
-      text: marks.map(mark => escaped(mark.text)), hovertemplate: "%{text}<extra></extra>",
-      marker: {
-        symbol: marks.map(mark => MARKS[mark.kind]), size: marks.map(mark => mark.kind === "checkpoint" ? 6 : 11),
-        color: marks.map(mark => css(mark.kind === "hang" ? "--bad" : mark.kind === "membership" ? "--wait" : "--muted")),
-      },
-    });
-  }
-  return bars;
 }
 
 const TRACES = { lines: lineTraces, stack: stackTraces, ranks: rankTraces, timeline: timelineTraces };
@@ -153,7 +141,7 @@ function layoutOf(panel, traces) {
   if (panel.key !== "loss" && panel.kind === "lines") yaxis.rangemode = "tozero";
   if (panel.kind === "timeline") {
     const nodes = [...new Set(job.look.presences.map(node => node.node_id))].sort((a, b) => b - a).map(node => `node ${node}`);
-    Object.assign(yaxis, { type: "category", categoryorder: "array", categoryarray: [...nodes, "events"] });
+    Object.assign(yaxis, { type: "category", categoryorder: "array", categoryarray: nodes });
   }
   if (panel.kind === "ranks") xaxis.type = "category";
   if (!traces.length) {
