@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dtrain_dagster.costs.worth import worth_line
 from dtrain_dagster.jobs.orders import keep_order, order_of
+from dtrain_dagster.registry import base
 from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.promotion import choose_alias, compare_measures
 from dtrain_dagster.registry.registration import register_job
@@ -26,6 +27,7 @@ from dtrain_dagster.registry.smoke_test import Candidate
 from dtrain_dagster.registry.versions import TrainingProvenance
 from harness.accuracy import Accuracy
 from harness.tables import copy_tables
+from tests.dtrain_dagster.registry.scoring import scoring_here
 from trainer import Trainer
 from trainer.evaluation.gate import Gate
 from trainer.rundir import RunDir
@@ -104,7 +106,8 @@ def folder(trained: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_script_is_registered_as_others_are(folder: Path) -> None:
+def test_a_script_is_registered_as_others_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "scoring_server", scoring_here)
     copy_tables(folder / "mlflow.db")
     uri, told = f"sqlite:///{folder}/mlflow.db", list[str]()
     rundir = RunDir(str(folder / "job"))

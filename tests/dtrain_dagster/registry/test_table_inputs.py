@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 
 from dtrain_dagster.data.rows import RowParams, build_rows
-from dtrain_dagster.registry.endpoint import ScoringEndpoint, check_endpoint
+from dtrain_dagster.registry import base
 from dtrain_dagster.registry.local import MLflowRegistry
 from dtrain_dagster.registry.promotion import compare
 from dtrain_dagster.registry.smoke_test import Candidate
 from harness.tables import copy_tables
-from tests.abuse.websites import served
+from tests.dtrain_dagster.registry.scoring import scoring_here
 from tests.dtrain_dagster.registry.test_rows import assert_judged_by_its_weights, trained
 from trainer.isolation.runner import Isolated, IsolationError
 from trainer.rundir import RunDir
@@ -48,7 +48,6 @@ def visits() -> pd.DataFrame:
 def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
     from mlflow.exceptions import MlflowException
-    from mlflow.pyfunc import scoring_server
 
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "visits.csv"
@@ -98,9 +97,8 @@ def test_a_registered_model_takes_the_rows_of_the_file(tmp_path: Path, monkeypat
     with pytest.raises(MlflowException, match="income holds a value that is missing"):
         loaded.predict(rows.assign(income=np.nan))
 
-    with served(scoring_server.init(loaded)) as port:
-        endpoint = ScoringEndpoint(url=f"http://127.0.0.1:{port}/invocations", is_local=True)
-        checked = check_endpoint(endpoint, first)
+    monkeypatch.setattr(base, "scoring_server", scoring_here)
+    checked = models.check_serving(first, version)
     assert checked.passed, checked.message
     assert f"{checked.measured['rows']} rows of prediction, probability_0, probability_1" in str(
         checked.figures()["schema"]
