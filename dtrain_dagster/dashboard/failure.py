@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any
 
 from dtrain_dagster.clusters.base import JobState
@@ -217,22 +216,13 @@ def tell_losses(
     state: str,
     now: float,
     usd: float | None = None,
-    excluded: Sequence[Mapping[str, Any]] = (),
 ) -> LossNotice | None:
     """Return what the page says of lost nodes; None where none was lost. ``usd``: what losses have cost, None where
-    that is not known yet; ``excluded``: the hosts that get no nodes, as ``status.json`` has them."""
+    that is not known yet."""
     missing, found = missing_nodes(changes, nodes, state), losses_of(changes, state)
-    notice = _of_missing(missing, nodes, now) if missing else _of_past(found, state, usd) if found else None
-    hosts = [
-        f"Host {each['host']} gets no nodes until {datetime.fromtimestamp(each['until'], UTC):%H:%M} UTC: "
-        f"{each['why']}. `dtrain status --lift {each['host']}` ends that."
-        for each in excluded
-        if each["until"] > now
-    ]
-    if not hosts or state not in (JobState.RUNNING, JobState.QUEUED):
-        return notice
-    notice = notice or LossNotice(is_open=False, title="Excluded: " + ", ".join(each["host"] for each in excluded))
-    return replace(notice, words=" ".join(filter(None, (notice.words, *hosts))))
+    if missing:
+        return _of_missing(missing, nodes, now)
+    return _of_past(found, state, usd) if found else None
 
 
 def _of_past(found: Sequence[MembershipEvent], state: str, usd: float | None) -> LossNotice:

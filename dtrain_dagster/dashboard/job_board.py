@@ -58,8 +58,6 @@ class OpenJob:
         self.dashboard = PerformanceDashboard()
         self.row: JobFacts
         self.nodes: list[NodePresence] = []
-        self._excluded: Sequence[Mapping[str, Any]] = ()
-        """The hosts that get no nodes of it, as ``status.json`` has them."""
         self.cost: tuple[float, str] | None = None
         """The dollars of its nodes and its probes so far, and what they rest on; None where no price is known."""
         self._tier = tier
@@ -82,7 +80,6 @@ class OpenJob:
             if time.monotonic() - self._read_at < refresh_seconds(self.rundir.storage):
                 return self
             status = self.rundir.read_json(STATUS) or {}  # asked first, so that the last round reads everything
-            self._excluded = status.get("excluded_hosts", [])
             if self._end is not None and status == self._end:
                 self._read_at = time.monotonic()
                 return self
@@ -131,7 +128,7 @@ class OpenJob:
             version_now = self.dashboard.version
             details = self._share("details", version_now, lambda: self.dashboard.details(self._training))
             changes, usd = tuple(self.dashboard.changes_of_nodes), account.lost_usd if account else None
-            row, loss = self.row, tell_losses(changes, self.nodes, self.row.state, now, usd, self._excluded)
+            row, loss = self.row, tell_losses(changes, self.nodes, self.row.state, now, usd)
             return {
                 **self.dashboard.changes(version, token),
                 **details,

@@ -50,15 +50,6 @@ def test_a_lost_node_is_told_until_it_has_joined_again():
     ended = notice([LOST, BACK], replaced, "succeeded", 200.0, usd=0.0009)
     assert (ended.title, ended.words) == ("1 loss survived, 0.17 s without a step, $0.0009", "node 2 at step 40")
     assert tell_losses([], NODES, "running", 105.0) is None
-    told = "Host gpu-1 gets no nodes until 00:03 UTC: its disk is full. `dtrain status --lift gpu-1` ends that."
-    bad = [{"host": "gpu-1", "why": "its disk is full", "until": 200.0}]
-    first = notice([], NODES, "running", 105.0, excluded=bad)
-    assert (first.is_open, first.words) == (False, told)
-    both = notice([LOST], dead, "running", 105.0, excluded=bad)
-    assert both.is_open
-    assert both.words.endswith(told)
-    assert tell_losses([], NODES, "running", 201.0, excluded=bad) is None
-    assert tell_losses([], NODES, "succeeded", 105.0, excluded=bad) is None
 
 
 def test_a_cancellation_is_no_loss_and_an_eviction_is_one():
