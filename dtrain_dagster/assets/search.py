@@ -34,7 +34,7 @@ from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.reports.small_pictures import small_curves
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource, cluster_resource, project_resource
 from dtrain_dagster.search.space import parse_space
-from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings
+from dtrain_dagster.search.trials import MOST_TRIALS, Pruner, Sampler, SearchSettings
 from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.links import run_page
 from dtrain_dagster.support.page_entries import fit_page
@@ -60,7 +60,7 @@ class SearchOptions(LaunchpadOptions):
     """Of the validation split: loss, or a metric of the task, such as accuracy."""
     maximise: bool = False
     """Whether more of the metric is better."""
-    trials: int = Field(default=16, ge=1)
+    trials: int = Field(default=16, ge=1, le=MOST_TRIALS)
     """The largest number of trials."""
     parallel: int = Field(default=0, ge=0)
     """Trials at once; 0: as many as there are nodes for."""

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -176,74 +176,53 @@ def jobs_of(fleet: FleetFile, settings: Settings, limits: FleetLimits, began_at:
     found = []
     for number, entry in enumerate(fleet.jobs):
         try:
-            found.append(_job_of(fleet, entry, settings, limits, began_at, rehearsed, past))
+            job_id = f"{fleet.name}-{entry.name}"
+            config, command = _order_of(entry, settings, job_id, rehearsed)
+            refuse_misfit(entry, config, limits, ranks_of(settings))
+            known = None if entry.script or entry.expected_node_minutes else past(config)
+            takes = expect(entry, known, limits, len(fleet.jobs))
+            deadline = began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None
+            found.append(
+                FleetJob(
+                    job_id=job_id, priority=entry.priority, nodes=entry.nodes, deadline=deadline, config=config,
+                    command=command, **takes,
+                )
+            )  # fmt: skip
         except (ConfigError, FleetError) as error:
             raise FleetError(f"jobs.{number} ({entry.name}): {error}") from None
     return found
 
 
-def expect_like_past_runs(forecast: Forecast, nodes: int) -> dict[str, Any]:
-    """Return what past runs tell, of a job on this many nodes, as fields of a `FleetJob`."""
-    parts, seconds = forecast.parts(nodes), forecast.seconds_at(nodes)
-    return {
-        "node_seconds": nodes * (parts.total - parts.startup),
-        "spread": math.log(seconds.high / seconds.expected),
-        "startup_seconds": parts.startup,
-        "facts": {BASIS: forecast.basis_words},
-    }
-
-
-def guess(limits: FleetLimits, jobs: int, nodes: int) -> dict[str, Any]:
-    """Return a first guess of a job of which nothing is known, one of so many in its fleet, as fields of a `FleetJob`:
-    half an hour, or less where the budget has less for each job. So it begins, and tells its speed."""
-    share = limits.seconds_of(limits.budget_units) / jobs / nodes - STARTUP_SECONDS - limits.margin_seconds
-    return {
-        "node_seconds": nodes * min(GUESSED_SECONDS, max(LEAST_WORK_SECONDS, share / (1 + GUESSED_SPREAD))),
-        "spread": GUESSED_SPREAD,
-        "startup_seconds": STARTUP_SECONDS,
-        "facts": {BASIS: "a first guess: no past run of the same model, data and batch on this SKU is known here"},
-    }
-
-
-def _job_of(
-    fleet: FleetFile,
-    entry: JobEntry,
-    settings: Settings,
-    limits: FleetLimits,
-    began_at: float,
-    rehearsed: set[str],
-    past: Callable[[JobConfig], Forecast | None],
-) -> FleetJob:
+def refuse_misfit(entry: JobEntry, config: JobConfig, limits: FleetLimits, ranks_of_node: int) -> None:
+    """Raise `FleetError` for a job that does not go with its fleet, or with its own nodes. Pure."""
     if entry.nodes > limits.nodes:
         raise FleetError(f"nodes is {entry.nodes}, but the fleet has {limits.nodes}")
-    job_id = f"{fleet.name}-{entry.name}"
-    config, command = _order_of(entry, settings, job_id, rehearsed)
     if config.training.max_node_seconds is not None:
         raise FleetError("set.training.max_node_seconds: the fleet's budget_usd takes its place")
-    ranks = config.training.micro_batches
-    if ranks < entry.nodes * ranks_of(settings):
+    if config.training.micro_batches < entry.nodes * ranks_of_node:
         raise FleetError(
-            f"nodes is {entry.nodes}, and its global batch is {ranks} micro-batches, fewer than there would be ranks: "
-            "plan it for more (training.world_size)"
+            f"nodes is {entry.nodes}, and its global batch is {config.training.micro_batches} micro-batches, fewer "
+            "than there would be ranks: plan it for more (training.world_size)"
         )
+
+
+def expect(entry: JobEntry, known: Forecast | None, limits: FleetLimits, jobs: int) -> dict[str, Any]:
+    """Return what a job, one of so many in its fleet, is expected to take, as fields of a `FleetJob`: as its file says,
+    else as past runs tell, else by a first guess: half an hour, or less where the budget has less for each job. So it
+    begins, and tells its speed. Pure."""
+    nodes, startup, spread = entry.nodes, STARTUP_SECONDS, GUESSED_SPREAD
     if entry.expected_node_minutes is not None:
-        work = 60 * entry.expected_node_minutes
-        takes: dict[str, Any] = {"node_seconds": work, "startup_seconds": STARTUP_SECONDS, "facts": {BASIS: "given"}}
-    elif entry.script is None and (known := past(config)) is not None:
-        takes = expect_like_past_runs(known, entry.nodes)
+        work, spread, basis = 60 * entry.expected_node_minutes, 0.3, "given"
+    elif known is not None:
+        parts, seconds = known.parts(nodes), known.seconds_at(nodes)
+        work, startup, basis = nodes * (parts.total - parts.startup), parts.startup, known.basis_words
+        spread = math.log(seconds.high / seconds.expected)
     else:
-        takes = guess(limits, len(fleet.jobs), entry.nodes)
-    if entry.startup_seconds is not None:
-        takes["startup_seconds"] = entry.startup_seconds
-    return FleetJob(
-        job_id=job_id,
-        priority=entry.priority,
-        nodes=entry.nodes,
-        deadline=began_at + 3600 * entry.deadline_hours if entry.deadline_hours else None,
-        config=config,
-        command=command,
-        **takes,
-    )
+        share = limits.seconds_of(limits.budget_units) / jobs / nodes - startup - limits.margin_seconds
+        work = nodes * min(GUESSED_SECONDS, max(LEAST_WORK_SECONDS, share / (1 + spread)))
+        basis = "a first guess: no past run of the same model, data and batch on this SKU is known here"
+    startup = startup if entry.startup_seconds is None else entry.startup_seconds
+    return {"node_seconds": work, "spread": spread, "startup_seconds": startup, "facts": {BASIS: basis}}
 
 
 def _order_of(

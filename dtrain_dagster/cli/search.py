@@ -48,7 +48,7 @@ from dtrain_dagster.search.run import Measured, Search, SearchRequest, measure_t
 from dtrain_dagster.search.script import SearchedScript
 from dtrain_dagster.search.space import check_space, parse_space, shown_values
 from dtrain_dagster.search.tracking import SearchTracker
-from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings
+from dtrain_dagster.search.trials import MOST_TRIALS, Pruner, Sampler, SearchSettings
 from dtrain_dagster.support.formatting import dollars
 from dtrain_dagster.support.user_sources import ensure_importable
 
@@ -74,9 +74,19 @@ if TYPE_CHECKING:
     shell_complete=complete_searches,
     help="Show the trials of a search: its name, the beginning of it, or latest.",
 )
-@click.option("--trials", type=int, metavar="N", default=32, show_default=True, help="The largest number of trials.")
 @click.option(
-    "--parallel", type=int, metavar="P", help="Trials that run at once.  [default: as many as there are nodes for]"
+    "--trials",
+    type=click.IntRange(1, MOST_TRIALS),
+    metavar="N",
+    default=32,
+    show_default=True,
+    help="The largest number of trials.",
+)
+@click.option(
+    "--parallel",
+    type=click.IntRange(1),
+    metavar="P",
+    help="Trials that run at once.  [default: as many as there are nodes for]",
 )
 @click.option(
     "--nodes-per-trial",
@@ -115,7 +125,12 @@ if TYPE_CHECKING:
 )
 @click.option("--maximise", is_flag=True, help="A higher metric is better.")
 @click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="The same seed gives the same trials."
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The same seed gives the same trials.",
 )
 @click.option(
     "--name",

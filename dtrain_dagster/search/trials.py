@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from dtrain_dagster.search.space import SpaceError
-
 LOSS = "loss"
 MOST_TRIALS = 10_000
 REDUCTION = 3
@@ -55,14 +53,6 @@ class SearchSettings:
     """``loss`` of the validation split, or the name of a metric that the task measures there, such as ``accuracy``."""
     maximise: bool = False
     """Whether more of the metric is better."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.trials <= MOST_TRIALS:
-            raise SpaceError(f"trials = {self.trials}: a search has from 1 to {MOST_TRIALS:,} trials")
-        if self.parallel < 1:
-            raise SpaceError(f"parallel = {self.parallel}: at least one trial has to run")
-        if self.seed < 0:
-            raise SpaceError(f"seed = {self.seed}: seeds are 0 or more")
 
     @property
     def sign(self) -> float:

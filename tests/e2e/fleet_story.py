@@ -128,14 +128,14 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
     budget = 1_500 * PRICE
     pace = {"model": "paced:tcn", "startup_seconds": 5}
     both = {"nodes": 2, **pace}
-    low = {"name": "low", **both, "set": _steps(260, 0.15)}
-    high = {"name": "high", "priority": 1, **both, "set": _steps(250, 0.15)}
+    low = {"name": "low", **both, "set": _steps(400, 0.15)}
+    high = {"name": "high", "priority": 1, **both, "set": _steps(380, 0.15)}
     side = {"name": "side", **pace, "set": _steps(10, 0.0)}
 
-    shell.write(budget, [low], 0.7)  # less than it takes: killed before the job tells, it stops at what it was promised
+    shell.write(budget, [low], 1.0)  # less than it takes: killed before the job tells, it stops at what it was promised
     shell.run_until(shell.rundir("low").nodes)
     _wait_for_budget(shell, "low")
-    shell.write(budget, [low, high, side], 0.7)
+    shell.write(budget, [low, high, side], 1.0)
     shell.run_until(shell.rundir("high").nodes)
     _wait_for_budget(shell, "high")
     stopped = [node.seconds(node.last_seen_at or node.started_at) for node in shell.rundir("high").nodes()]
@@ -152,7 +152,7 @@ def tell(shell: FleetShell) -> dict[str, list[NodePresence]]:
     assert [(node.launch, node.incarnation) for node in nodes["low"]] == [(1, 1)] * 2 + [(2, 1)] * 2, said
     assert [(node.launch, node.incarnation) for node in nodes["high"]] == [(1, 1)] * 2 + [(2, 1)] * 2, said
     assert [(node.launch, node.incarnation) for node in nodes["side"]] == [(1, 1)], said
-    for name, steps in (("low", 260), ("high", 250), ("side", 10)):
+    for name, steps in (("low", 400), ("high", 380), ("side", 10)):
         assert (shell.rundir(name).read_result() or {})["steps"] == steps
     for name in ("low", "high"):
         assert [event["step"] > 0 for event in shell.rundir(name).events("resume")], "from its checkpoint"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain_dagster.cli.fleet import expect_like_past_runs, guess
+from dtrain_dagster.cli.fleet import expect
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, Standing
 from dtrain_dagster.fleet.scheduling import decide
+from dtrain_dagster.fleet.source import JobEntry
 
 LIMITS = FleetLimits(budget_usd=10.0, nodes=2, usd_per_node_hour=3.6)
 
 
 @pytest.mark.parametrize("jobs", [1, 10, 60])
 def test_a_first_guess_lets_every_job_begin_within_the_budget(jobs: int):
-    known = guess(LIMITS, jobs, nodes=1)
+    known = expect(JobEntry(name="j", dataset="d"), None, LIMITS, jobs)
     assert known["facts"]["basis"].endswith("data and batch on this SKU is known here")
     assert 30 <= known["node_seconds"] <= 1800
     standings = tuple(Standing(job=FleetJob(job_id=f"j{number}", **known), number=number) for number in range(jobs))
@@ -30,7 +31,7 @@ def test_a_past_run_on_two_nodes_tells_what_two_take():
     )  # fmt: skip
     run = Measured(node_count=2, startup_seconds=7.0, step_seconds=0.5, evaluation_seconds=2.0, finish_seconds=4.0)
     forecast = Forecast(measured=(run,), sizes=sizes, basis="history", basis_words="run a")
-    job = FleetJob(job_id="a", nodes=2, **expect_like_past_runs(forecast, 2))
+    job = FleetJob(job_id="a", nodes=2, **expect(JobEntry(name="a", dataset="d", nodes=2), forecast, LIMITS, 1))
     assert (job.startup_seconds, job.facts) == (7.0, {"basis": "run a"})
     assert 0.1 < job.spread < 1.0
     assert job.node_seconds == pytest.approx(2 * (300 * 0.5 + 3 * 2.0 + 4.0), rel=1e-6)

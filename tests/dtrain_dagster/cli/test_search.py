@@ -141,7 +141,7 @@ def test_a_search_of_which_every_process_is_killed_goes_on_and_buys_nothing_twic
         (["--space", "space.json", "--sampler", "tp"], "'tp' is not one of 'gp', 'random'"),
         (["--space", "space.json", "--pruner", "ash"], "'ash' is not one of 'asha', 'none'"),
         (["--space", "space.json", "--nodes-per-trial", "3"], "there are 2 node(s)"),
-        (["--space", "space.json", "--trials", "0"], "trials = 0"),
+        (["--space", "space.json", "--trials", "0"], "0 is not in the range"),
         (["--space", "space.json", "--name", "a/b"], "--name 'a/b'"),
     ],
 )

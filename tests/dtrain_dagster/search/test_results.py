@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from played_search import USUAL, play, source_of
+from played_search import USUAL
 
 from dtrain_dagster.planning.tuned_settings import read_tuned
-from dtrain_dagster.search.results import improvements, result_document, settings_document
+from dtrain_dagster.search.results import improvements, settings_document
 from dtrain_dagster.search.run import halving_share, plan_search
-from dtrain_dagster.search.trials import Pruner, Sampler, SearchSettings, Trial, TrialState
+from dtrain_dagster.search.trials import Pruner, SearchSettings, Trial, TrialState
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig
 
 BASE = JobConfig(job_id="base", run_dir="/tmp/base", dataset=DatasetRef(uri="/tmp/data", dataset_id="d1"))
@@ -51,18 +51,9 @@ def test_the_plan_says_at_most_and_expected() -> None:
     assert everything.expected_usd == everything.at_most_usd
 
 
-def test_halving_does_what_is_left_at_each_rung() -> None:
-    assert halving_share(1) == 1.0
-    assert halving_share(3) == pytest.approx((1 + 2 / 3) / 3)
-    assert halving_share(9) == pytest.approx((1 + 2 / 3 + 6 / 9) / 9)
-
-
-def test_the_result_has_the_best_trial_and_all_dollars() -> None:
-    settings = SearchSettings(trials=12, sampler=Sampler.random, pruner=Pruner.asha)
-    source = play(source_of(settings), [])
-    document = result_document(source.trials, settings, 0.5, {"dataset_id": "d1", "pruner": "asha"})
-    assert document["usd"] == pytest.approx(0.5 + sum(item.usd for item in source.trials))
-    assert document["best"]["trial"] == source.best.number  # type: ignore[union-attr]
+@pytest.mark.parametrize(("of", "share"), [(1, 1.0), (3, (1 + 2 / 3) / 3), (9, (1 + 2 / 3 + 6 / 9) / 9)])
+def test_halving_does_what_is_left_at_each_rung(of: int, share: float) -> None:
+    assert halving_share(of) == pytest.approx(share)
 
 
 class TestSettingsFile:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dtrain_dagster.search.space import SpaceError, check_space, extremes, job_of_trial, parse_space
-from harness.small_job import write_dataset
 from trainer.config import ConfigError, DatasetRef, FactoryConfig, JobConfig, OptimizerConfig
 
 RATE = {"training.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}}
@@ -112,32 +110,3 @@ class TestTheJobOfATrial:
         found = extremes(parse_space({"model.factory": ["tcn", "lstm"], **RATE}))
         pairs = {(item["model.factory"], item["training.learning_rate"]) for item in found}
         assert pairs == {(model, rate) for model in ("tcn", "lstm") for rate in (1e-4, 1e-1)}
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_an_argument_of_ones_own_model_is_named_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A user's own code is tried in a process of its own, and is not imported here."""
-    from dtrain_dagster.planning.check_job import check_job
-
-    (tmp_path / "my_net.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "def make(spec, outputs, wide=4):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(spec.window * len(spec.features), outputs))\n"
-    )
-    monkeypatch.setenv("DTRAIN_FACTORY_MODULES", "my_net")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    base = JobConfig(
-        job_id="base", run_dir=str(tmp_path / "base"), dataset=DatasetRef(uri=str(write_dataset(tmp_path / "walks"))),
-        model=FactoryConfig(factory="my_net:make"),
-    )  # fmt: skip
-    check = lambda job: check_job(job, 1).sentences  # noqa: E731
-    assert check_space(parse_space({"model.args.wide": {"low": 1, "high": 8}}), base, check) == []
-    with pytest.raises(SpaceError, match="it accepts: wide=4"):
-        check_space(parse_space({"model.args.width": {"low": 1, "high": 8}}), base, check)
-    both = {"model.factory": ["tcn", "lstm"], "model.args.channels": {"low": 8, "high": 16}}
-    with pytest.raises(SpaceError, match=r"unexpected keyword argument 'channels'.*search each model by itself"):
-        check_space(parse_space(both), base, check)
