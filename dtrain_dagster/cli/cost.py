@@ -276,22 +276,25 @@ def _refresh(settings: Settings, as_json: bool, skus: tuple[str, ...], regions: 
         if not region.isalnum():
             raise Refusal(f"{region!r} is not an Azure region; names look like eastus")
     done = refresh_price_table(refreshed_path(), where, asked, RETAIL_URL)
+    found = [
+        {
+            "region": item.region,
+            "sku": item.sku,
+            "tier": item.tier,
+            "before_usd_per_hour": item.before.usd_per_hour if item.before else None,
+            "usd_per_hour": item.after.usd_per_hour,
+        }
+        for item in done.changes
+    ]
     if as_json:
-        changes = [
-            {
-                **{"region": item.region, "sku": item.sku, "tier": item.tier},
-                "before_usd_per_hour": item.before.usd_per_hour if item.before else None,
-                "usd_per_hour": item.after.usd_per_hour,
-            }
-            for item in done.changes
-        ]
-        print_json({"file": str(refreshed_path()), "changes": changes, "notes": list(done.notes)})
+        print_json({"file": str(refreshed_path()), "changes": found, "notes": list(done.notes)})
         return
-    changed = [item for item in done.changes if not item.before or item.before.usd_per_hour != item.after.usd_per_hour]
-    say(f"{len(done.changes)} prices were found, {len(changed)} of them new or changed")
-    for item in changed:
-        before = f", before {item.before.usd_per_hour:.4g} ({item.before.recorded_on})" if item.before else ""
-        say(f"{item.region} {item.sku} {item.tier}: {item.after.usd_per_hour:.4g}{before}")
+    changed = [row for row in found if row["before_usd_per_hour"] != row["usd_per_hour"]]
+    say(f"{len(found)} prices were found, {len(changed)} of them new or changed")
+    for row in changed:
+        before = row["before_usd_per_hour"]
+        known = "" if before is None else f", before {before:.4g}"
+        say(f"{row['region']} {row['sku']} {row['tier']}: {row['usd_per_hour']:.4g}{known}")
     say(*done.notes, f"written to {refreshed_path()}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -90,18 +91,10 @@ def examine(settings: Settings, writes: bool = True) -> list[DoctorLine]:
     if not settings.kind.has_engine:
         return [DoctorLine(settings.cluster, "ok", "nodes are processes of this machine")]
     try:
-        return [DoctorLine(settings.cluster, "ok", _ask_engine(settings))]
+        with closing(open_engine(settings.cluster, read_engine_options(settings.cluster), ".", "")) as engine:
+            return [DoctorLine(settings.cluster, "ok", engine.check())]
     except TROUBLE as error:
         return [DoctorLine(settings.cluster, "missing", str(error))]
-
-
-def _ask_engine(settings: Settings) -> str:
-    """Return what the engine of a cluster answers, in words. Raise as it does."""
-    engine = open_engine(settings.cluster, read_engine_options(settings.cluster), ".", "")
-    try:
-        return engine.check()
-    finally:
-        engine.close()
 
 
 def _examine_azure(settings: Settings, writes: bool) -> list[DoctorLine]:

@@ -196,8 +196,7 @@ def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False
         return json.dumps({"dataset": {"uri": f"{FACTORY}:{dataset}"}, **parts})
     places = [f"{uri}/datasets" for uri in dict.fromkeys((settings.storage_uri, settings.shared_uri))]
     if dataset == "latest":
-        dataset, words = _latest_dataset(places)
-        say(f"--dataset latest: {words}", err=True)
+        dataset = _latest_dataset(places)
     named = [os.path.abspath(dataset), *(f"{place}/{dataset}" for place in places)]
     for uri in [dataset] if "://" in dataset else named:
         if open_storage(uri).exists("manifest.json"):
@@ -214,8 +213,8 @@ def dataset_config(settings: Settings, dataset: str, has_own_model: bool = False
     )
 
 
-def _latest_dataset(places: Sequence[str]) -> tuple[str, str]:
-    """Return the address of the dataset that was built last, and what it is, in words."""
+def _latest_dataset(places: Sequence[str]) -> str:
+    """Return the address of the dataset that was built last, and say what it is."""
     built = []
     for place in places:
         storage = open_storage(place)
@@ -231,9 +230,8 @@ def _latest_dataset(places: Sequence[str]) -> tuple[str, str]:
         raise ConfigError(f"--dataset latest: there is no dataset in {' or '.join(places)} yet; `make run` builds one")
     at, uri, kind = max(built)
     name = uri.rpartition("/")[2]
-    others = {each: f"{other.rpartition('/')[2]} ({each})" for _, other, each in sorted(built) if each != kind}
-    instead = f"; of another kind: {', '.join(others.values())}" if others else ""
-    return uri, f"{name} ({kind}), built {at:%Y-%m-%d %H:%M} {at:%Z}{instead}"
+    say(f"--dataset latest: {name} ({kind}), built {at:%Y-%m-%d %H:%M} {at:%Z}", err=True)
+    return uri
 
 
 def with_reachable_data(job: JobConfig, settings: Settings, copies: bool = True) -> JobConfig:
@@ -251,6 +249,13 @@ def with_reachable_data(job: JobConfig, settings: Settings, copies: bool = True)
         uri = published_uri(folder, dataset_id, settings.shared_uri)
         say(f"dataset: {folder} would be copied to {uri}, unless it is there", err=True)
     return replace(job, dataset=replace(job.dataset, uri=uri))
+
+
+def threads_of(settings: Settings, ranks: int) -> int | None:
+    """Return the threads of each rank: nodes of this machine share its cores; of others the trainer finds out
+    itself."""
+    share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None
+    return settings.threads_per_rank or share
 
 
 def plan_job(
@@ -273,13 +278,11 @@ def plan_job(
             )
     nodes = nodes or settings.nodes
     ranks = nodes * processes_per_node
-    # Nodes of this machine share its cores; of others the trainer finds out itself.
-    own_share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None
     own = any(override.startswith("training.world_size=") for override in overrides)
     training = replace(
         first.training,
         world_size=first.training.world_size if own else ranks,
-        threads_per_rank=first.training.threads_per_rank or settings.threads_per_rank or own_share,
+        threads_per_rank=first.training.threads_per_rank or threads_of(settings, ranks),
     )
     job = replace(first, run_dir=f"{settings.jobs_uri}/{first.job_id}", training=training)
     return resolve_start(job), nodes
@@ -407,8 +410,7 @@ def order_script(
         say(f"note: {needs}", err=True)
     job_id = new_job_id(name, "train")
     ranks = (nodes or settings.nodes) * ranks_of(settings)
-    share = max(1, (os.cpu_count() or 1) // ranks) if settings.kind.is_this_machine else None
-    threads = settings.threads_per_rank or share
+    threads = threads_of(settings, ranks)
     own = [f"training.world_size={ranks}", *([f"training.threads_per_rank={threads}"] if threads else [])]
     found = describe_script(
         script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"

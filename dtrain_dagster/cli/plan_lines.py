@@ -4,20 +4,18 @@ runs."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from dtrain_dagster.cli.ceilings import promising
-from dtrain_dagster.cli.common import cluster_of, ranks_of, say
-from dtrain_dagster.clusters.base import ClusterConfig
+from dtrain_dagster.cli.common import cluster_of, ranks_of
 from dtrain_dagster.costs.estimate import Estimate, Forecast, estimate_cost, estimate_forecast
 from dtrain_dagster.costs.prices import SkuPrice, hardware_of, price_of, price_words
 from dtrain_dagster.jobs.spending import Wanted
 from dtrain_dagster.planning.build_plan import sizes_of
 from dtrain_dagster.planning.check_job import data_of
 from dtrain_dagster.planning.evidence import HomeHistory
-from dtrain_dagster.settings.cluster_kinds import Tier, tier_in_words, tier_of
+from dtrain_dagster.settings.cluster_kinds import Tier, tier_in_words
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.config import JobConfig
@@ -88,20 +86,6 @@ class Expected:
         if self.limit_usd is not None:
             lines.append(f"hard budget: {dollars(self.limit_usd)} (training.max_node_seconds)")
         return lines
-
-
-@contextmanager
-def promising_training(
-    settings: Settings, job: JobConfig, nodes: int, got: ClusterConfig | None = None
-) -> Iterator[None]:
-    """Print what a training is expected to cost, and promise it, as `promising` does. ``got``: other nodes than those
-    that the settings name."""
-    expected = expect(settings, job, nodes)
-    if got is not None:
-        expected = expected.on(price_of(got.gpu_type), tier_of(got.tier or settings.tiers[0]))
-    say(*expected.lines(), err=True)
-    with promising(settings, expected.wanted(job.job_id)):
-        yield
 
 
 def past_forecasts(settings: Settings) -> Callable[[JobConfig], Forecast | None]:

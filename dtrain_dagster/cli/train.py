@@ -39,7 +39,7 @@ from dtrain_dagster.cli.job_options import (
     try_to_keep_script,
     with_reachable_data,
 )
-from dtrain_dagster.cli.plan_lines import expect, expect_nodes, promising_training
+from dtrain_dagster.cli.plan_lines import expect, expect_nodes
 from dtrain_dagster.cli.screen import pairs_table
 from dtrain_dagster.cli.start import (
     How,
@@ -59,9 +59,11 @@ from dtrain_dagster.cli.tracking import (
     try_to_register,
     unregistered_job,
 )
+from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.jobs.program import describe_needs, has_gpus, order_program, processes_of, refuse_program
 from dtrain_dagster.jobs.start import spec_of, start_job
+from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.engines import engine_gpus
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.user_sources import ensure_importable
@@ -204,9 +206,11 @@ def _train(
     job, env, keep = as_begun(job, runs, changes), cluster.node_env(project) | tracked.env, how.keep_failed_seconds
     if command is None:
         ensure_importable()  # for a manager that sends a user's modules to its nodes
-    if how.is_dry and not runs:
-        spec, expected = spec_of(manager, job, nodes, ranks, env, command, keep), expect(settings, job, nodes)
+    if not runs:
+        expected = expect(settings, job, nodes)
         say(*expected.lines(), err=True)
+    if how.is_dry and not runs:
+        spec = spec_of(manager, job, nodes, ranks, env, command, keep)
         show_dry_run(settings, manager, spec, cluster.sku, expected.wanted(job_id), job)
     with ExitStack() as stack:
         if runs:
@@ -217,10 +221,12 @@ def _train(
                 return
         else:
             refuse_unregistrable(cluster, project, job)
-            stack.enter_context(promising_training(settings, job, nodes))
+            stack.enter_context(promising(settings, expected.wanted(job_id)))
             got = provision(manager, nodes, cluster.sku)
             if got.gpu_type != cluster.sku or got.tier not in (None, settings.tiers[0]):  # at another price
-                stack.enter_context(promising_training(settings, job, nodes, got))
+                expected = expected.on(price_of(got.gpu_type), tier_of(got.tier or settings.tiers[0]))
+                say(*expected.lines(), err=True)
+                stack.enter_context(promising(settings, expected.wanted(job_id)))
         take_over(rundir)
 
         def begin() -> None:

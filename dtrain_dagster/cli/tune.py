@@ -1,7 +1,6 @@
 """`dtrain tune`: it measures the settings with which a training is fastest on this cluster and writes them to a file.
 
-Added to `dtrain` by `dtrain_dagster.cli.main`. `trainer.tuning.search` and `trainer.tuning.tuner` decide what is tried
-and how it is compared.
+`trainer.tuning.search` and `trainer.tuning.tuner` decide what is tried and how it is compared.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from dtrain_dagster.cli.plan_lines import expect_nodes
 from dtrain_dagster.cli.screen import plain_table
 from dtrain_dagster.cli.start import finish, new_job_id, provision, start_and_follow, this_command
 from dtrain_dagster.clusters.base import ClusterError, GPUClusterManager, JobSpec, JobStatus
-from dtrain_dagster.costs.prices import PriceError, price_words
-from dtrain_dagster.costs.tracker import CostTracker
+from dtrain_dagster.costs.prices import price_words
 from dtrain_dagster.jobs.progress import follow_job
 from dtrain_dagster.jobs.spending import Wanted
+from dtrain_dagster.jobs.totals import sum_launches
 from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars
@@ -110,8 +109,10 @@ def tune(asked: Asked, seconds: float, out: Path, name: str | None) -> None:
         begin, watch = partial(manager.submit_job, spec), partial(_watch, manager, rundir, job_id)
         try:
             status = start_and_follow(settings, manager, job_id, begin, watch, f"tune again: {this_command()}")
-        finally:  # also of Ctrl-C
+        except SystemExit:  # of Ctrl-C
             _deliver(manager, rundir, job_id, out, settings, cluster.sku)
+            raise
+        _deliver(manager, rundir, job_id, out, settings, cluster.sku)
         assert status is not None  # None where a job is left running
         finish(settings, rundir, status)
 
@@ -164,27 +165,25 @@ def _interval(row: Mapping[str, Any]) -> str:
 
 def _deliver(manager: GPUClusterManager, rundir: RunDir, job_id: str, out: Path, settings: Settings, sku: str) -> None:
     """Show what was found, write it, and say what it cost. Of a search that was cut short only what has been found."""
-    tracker: CostTracker | None = None
+    took, words = None, price_words(sku, settings.kind.buys_nodes)
     try:
-        tracker = CostTracker(settings.cluster_name, manager.node_usage(job_id), tier_of(settings.tiers[0]))
-    except (ClusterError, PriceError) as error:
+        took = sum_launches(manager.node_usage(job_id), tier_of(settings.tiers[0]))
+    except ClusterError as error:
         say(f"note: what it cost is not known: {error}", err=True)
-    document = rundir.read_json(TUNED)
-    words = price_words(sku, settings.kind.buys_nodes)
-    if document is not None:
+    if (document := rundir.read_json(TUNED)) is not None:
         evidence = document["evidence"]
         console().print(candidates_table(evidence["candidates"]), highlight=False)
         if document["training"] or evidence["complete"]:
-            if tracker is not None:
-                evidence["cost"] = {"node_seconds": tracker.node_hours * 3600, "usd": tracker.total_usd, "price": words}
-            storage = open_storage(str(out.parent.absolute()))
-            storage.write(out.name, json.dumps(document, indent=2, sort_keys=True).encode())
+            if took is not None:
+                evidence["cost"] = {"node_seconds": took.node_hours * 3600, "usd": took.usd, "price": words}
+            text = json.dumps(document, indent=2, sort_keys=True)
+            open_storage(str(out.parent.absolute())).write(out.name, text.encode())
             say(*summary(document, out))
         else:
             say(f"nothing was confirmed in this time: {out} is not written; give more --seconds", err=True)
-    if tracker is not None:
-        spent = f"{tracker.node_hours * 3600:.0f} node-seconds, {dollars(tracker.total_usd)} ({words})"
-        say(f"tuning cost {spent}", err=True)
+    if took is not None:
+        paid = "" if took.usd is None else f", {dollars(took.usd)} ({words})"
+        say(f"tuning cost {took.node_hours * 3600:.0f} node-seconds{paid}", err=True)
 
 
 def summary(document: Mapping[str, Any], out: Path) -> list[str]:

@@ -15,8 +15,7 @@ from dtrain_dagster.cli.follow import stream_job
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.start import How, start_options
 from dtrain_dagster.clusters.base import JobState, JobStatus
-from dtrain_dagster.clusters.notices import describe_kept
-from dtrain_dagster.jobs.progress import follow_job, words_of_kept
+from dtrain_dagster.jobs.progress import follow_job
 from dtrain_dagster.settings.environment import load_settings
 from trainer.rundir import RunDir
 
@@ -50,13 +49,6 @@ def test_a_cluster_that_cannot_keep_a_node_refuses(
     monkeypatch.setenv("DTRAIN_STORAGE", "az://data/x")
     with pytest.raises(Refusal, match=r"--keep-failed: .*studio.*slurm, kubernetes or ray"):
         How(keep_failed_seconds=60.0).check(load_settings(cluster="azure_ml"))
-
-
-def test_people_are_told_how_to_enter_a_node_that_is_kept() -> None:
-    kept = describe_kept([{"node_id": 3, "until": 1774746000.0, "how": "srun --jobid=7 --overlap --pty bash"}])
-    assert kept == ["node 3 is kept until 01:00 UTC: srun --jobid=7 --overlap --pty bash"]
-    status = JobStatus(job_id="one", state=JobState.RUNNING, message="failed: rank 1\nthe log", kept=tuple(kept))
-    assert words_of_kept(status) == ["failed: rank 1", *kept, "give them back: dtrain cancel one"]
 
 
 class FailedManager:

@@ -273,7 +273,7 @@ def test_the_commands(home, listed, monkeypatch):
     listed.items = [meter(usd=0.54)]
     said = run("--refresh", "--sku", T4.lower())
     assert "1 prices were found, 1 of them new or changed" in said
-    assert f"eastus {T4} dedicated: 0.54, before 0.53 (2025-11-04)" in said.splitlines()
+    assert f"eastus {T4} dedicated: 0.54, before 0.53" in said.splitlines()
     assert "0.54 [1]" in run("--sku", T4)
     assert "asked: Azure's retail price API" in run("--sku", T4.upper())
     assert "Standard_X" in run("--sku", "Standard_X", code=2)
