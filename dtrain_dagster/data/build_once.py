@@ -117,18 +117,26 @@ def give_name(building: Path, target: Path) -> None:
 def verify_shards(uri: str) -> None:
     """Check that there is a manifest and that the sha256 and rows of each shard are as it says. Raise `DataError` that
     names the first fault."""
-    for path, shard in _shards(uri):
+    import pyarrow.parquet as pq
+
+    try:
+        manifest = read_dataset_manifest(open_storage(uri))
+    except DatasetError as error:
+        raise DataError(f"{uri} has no manifest that can be read ({error}); rebuild the dataset") from error
+    for shard in manifest["shards"]:
+        path = _shard_path(uri, shard)
         if not path.exists():
             raise DataError(f"{path} is missing; delete {uri} and rebuild the dataset")
-        if digest_files([path]) != [shard["sha256"]] or parquet_rows(path) != shard["rows"]:
+        if digest_files([path]) != [shard["sha256"]] or pq.read_metadata(path).num_rows != shard["rows"]:
             raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
 
 
-def parquet_rows(path: Path) -> int:
-    """Return the rows of a Parquet file."""
-    import pyarrow.parquet as pq
-
-    return int(pq.read_metadata(path).num_rows)
+def _shard_path(uri: str, shard: Mapping[str, Any]) -> Path:
+    """Return the file of a shard. Raise `DataError` for one outside of the dataset."""
+    try:
+        return inside(uri, shard["path"], f"a shard in {uri}/manifest.json")
+    except PlaceError as error:
+        raise DataError(str(error)) from None
 
 
 def shard_entry(folder: Path, name: str, rows: int) -> dict[str, Any]:
@@ -163,18 +171,6 @@ def _slices(table: pa.Table, most_rows: int) -> Iterator[pa.Table]:
         yield table.slice(start, most_rows)
 
 
-def _shards(uri: str) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    try:
-        manifest = read_dataset_manifest(open_storage(uri))
-    except DatasetError as error:
-        raise DataError(f"{uri} has no manifest that can be read ({error}); rebuild the dataset") from error
-    for shard in manifest["shards"]:
-        try:
-            yield inside(uri, shard["path"], f"a shard in {uri}/manifest.json"), shard
-        except PlaceError as error:
-            raise DataError(str(error)) from None
-
-
 _PARALLEL = 4
 """The shards that are copied at once."""
 
@@ -197,8 +193,8 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
     call has copied are not copied again. Raise `DataError` where a shard differs from its manifest, `DatasetError`
     where the manifest is damaged or another dataset's.
     """
-    source, target = Path(uri), open_storage(published_uri(uri, dataset_id, shared_uri))
-    if target.is_local and target.local_path() == source:
+    target = open_storage(published_uri(uri, dataset_id, shared_uri))
+    if target.is_local and target.local_path() == Path(uri):
         return uri, 0
     if target.exists("manifest.json"):
         return target.uri, 0
@@ -207,21 +203,15 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
     manifest = checked_manifest(parse_manifest(text, given), given, dataset_id)
     there = set(target.list("data"))
 
-    def copy(shard: dict[str, object]) -> int:
-        name = str(shard["path"])
-        try:
-            path = inside(source, name, f"a shard in {uri}/manifest.json")
-        except PlaceError as error:
-            raise DataError(str(error)) from None
-        if Path(name).name in there and target.size(name) == shard["bytes"]:
+    def copy(shard: Mapping[str, Any]) -> int:
+        path, name = _shard_path(uri, shard), shard["path"]
+        if path.name in there and target.size(name) == shard["bytes"]:
             return 0
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                raise DataError(f"{source / name} does not match its manifest; delete {uri} and rebuild the dataset")
-            file.seek(0)
-            with target.stream(name) as copied:
-                shutil.copyfileobj(file, copied, 1 << 20)
-            return file.tell()
+        if digest_files([path]) != [shard["sha256"]]:
+            raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
+        with open(path, "rb") as file, target.stream(name) as copied:
+            shutil.copyfileobj(file, copied, 1 << 20)
+        return path.stat().st_size
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
         copied = sum(pool.map(copy, manifest["shards"]))

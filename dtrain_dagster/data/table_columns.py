@@ -82,11 +82,6 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def joined_type(before: str, also: str) -> str:
-    """Return the type of a column that has these in two files: a number, where they differ. Pure."""
-    return before or also if before == also or not before or not also else "number"
-
-
 def date_parts(column: pa.Array) -> dict[str, pa.Array]:
     """Return the parts of dates (`trainer.spec`) as columns of their own: numbers, and categories as text."""
     import pyarrow as pa

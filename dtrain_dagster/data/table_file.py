@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.price_file import GivenFile, opened, opened_database, quoted
 from dtrain_dagster.data.price_views import is_nameless
-from dtrain_dagster.data.table_columns import KINDS, check_name, joined_type, type_of_column
+from dtrain_dagster.data.table_columns import KINDS, check_name, type_of_column
 
 if TYPE_CHECKING:
     import duckdb
@@ -130,27 +130,23 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
     names = schemas[0].names
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{files[0]} has two columns with the name {twice[0]!r}: rename one, or leave it out")
-    types = dict.fromkeys(names, "")
     for path, schema in zip(files, schemas, strict=True):
         if sorted(schema.names) != sorted(names):
             odd = sorted(set(schema.names) ^ set(names)) or sorted(schema.names)
             raise DataError(
                 f"{path} has different columns from {files[0]} ({', '.join(odd[:5])}): all files need the same"
             )
-        for field in schema:
-            name, before = field.name, types[field.name]
-            try:
-                check_name(name)
-                found = type_of_column(field)
-                if before and found and KINDS[before] != KINDS[found]:
-                    raise DataError(
-                        f"the column {name!r} is a {KINDS[found]} in {path}, and a {KINDS[before]} in an earlier file: "
-                        "convert one"
-                    )
-                types[name] = joined_type(before, found)
-            except DataError as error:
-                if str(error) not in problems[name]:
-                    problems[name].append(str(error))
+    types = dict.fromkeys(names, "")
+    for name in names:
+        try:
+            check_name(name)
+            found = dict.fromkeys(type_of_column(schema.field(name)) for schema in schemas)
+            found.pop("", None)
+            if len({KINDS[kind] for kind in found}) > 1:
+                raise DataError(f"the column {name!r} is {' and '.join(found)}, by the file: convert it to one of them")
+            types[name] = "number" if len(found) > 1 else "".join(found)
+        except DataError as error:
+            problems[name].append(str(error))
     index = (schemas[0].pandas_metadata or {}).get("index_columns", ())
     left = {name: _PANDAS for name in index if isinstance(name, str) and name in types}
     left = {name: _INDEX for name in names if is_nameless(name) or name.lower() in _INDEXES} | left
