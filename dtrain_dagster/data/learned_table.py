@@ -61,7 +61,7 @@ def opened_rows(scratch: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         database.execute("SET enable_progress_bar=false")
         try:
             yield database
-        except duckdb.Error as error:
+        except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
             raise OSError(f"no room for the rows of the table under {scratch}: {error}") from error
 
 

@@ -109,15 +109,10 @@ def test_classes_are_told_apart_by_all_their_digits(tmp_path: Path) -> None:
     assert made.manifest()["classes"] == [str(2**60 + step) for step in range(3)]
 
 
-def test_the_same_is_built_once_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    first = build_table(tmp_path)
-    again = build_table(tmp_path)
+def test_the_same_is_built_once(tmp_path: Path) -> None:
+    first, again = build_table(tmp_path), build_table(tmp_path)
     assert (first.built, again.built, again.uri) == (True, False, first.uri)
     assert build_table(tmp_path, seed=1).dataset_id != first.dataset_id
-    shard = Path(first.uri, first.manifest()["shards"][0]["path"])
-    shard.write_bytes(shard.read_bytes()[:-9] + b"123456789")
-    with pytest.raises(DataError, match=r"train-00000.parquet does not match its manifest; delete"):
-        build_table(tmp_path)
 
 
 def odd(name: str, values: Any, rows: int = 1200) -> pd.DataFrame:
@@ -233,10 +228,11 @@ def test_numbers_that_are_one_in_double_precision_are_refused_and_not_left_out(t
 ])  # fmt: skip
 def test_splits_are_known_by_their_usual_names(tmp_path: Path, names: str) -> None:
     train, valid, test = re.findall(r" ?\w+ ?", names)
-    frame = table().assign(part=[train] * 1000 + [valid] * 150 + [test] * 50)
+    frame = table().assign(part=[train] * 1000 + [valid] * 190 + [test] * 10)
     frame.loc[:3, "part"] = "train"  # in another writing
-    made = build_table(tmp_path, frame=frame, split_by="part")
-    assert made.manifest()["samples"] == {"train": 1000, "valid": 150, "test": 50}
+    manifest = build_table(tmp_path, frame=frame, split_by="part").manifest()
+    assert manifest["samples"] == {"train": 1000, "valid": 190, "test": 10}
+    assert manifest["notes"] == ["the test split has 10 rows: its figures are little more than chance"]
 
 
 @pytest.mark.parametrize(
@@ -261,13 +257,6 @@ def test_names_of_splits_that_are_mixed_or_missing_are_told(
     frame = table().assign(part=[name for name, count in parts.items() for _ in range(count)])
     with pytest.raises(DataError, match=message):
         build_table(tmp_path, frame=frame, split_by="part")
-
-
-def test_a_small_split_is_told(tmp_path: Path) -> None:
-    made = build_table(
-        tmp_path, frame=table().assign(part=["train"] * 1100 + ["val"] * 90 + ["test"] * 10), split_by="part"
-    )
-    assert made.manifest()["notes"] == ["the test split has 10 rows: its figures are little more than chance"]
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])

@@ -50,18 +50,6 @@ def test_the_panel_s_windows_are_counted(panel: Panel) -> None:
     assert (splits["train"]["last"], splits["valid"]["last"]) == ("2009-12-31", "2013-12-31")
 
 
-def test_no_window_of_the_panel_touches_a_masked_day(panel: Panel) -> None:
-    [rrc] = [shard for shard in stored(panel.dataset) if "RRC" in shard[0]["tickers"]]
-    rows = rrc[1][rrc[1]["ticker"] == "RRC"]
-    assert len(panel.validation.masks) == 8
-    for mask in panel.validation.masks:
-        assert not rows["date"].astype(str).between(mask.first, mask.last).any()
-    assert rows["log_return"].abs().max() < 0.5  # a real fall of 2020; the division by three would be 1.1
-    everywhere = pd.concat([rows for _, rows in stored(panel.dataset)])
-    fall = everywhere[(everywhere["ticker"] == "AAPL") & (everywhere["date"].astype(str) == "2000-09-29")]
-    assert fall["log_return"].item() == pytest.approx(-0.73, abs=0.01)  # genuine: it stays
-
-
 def test_the_panel_passes_what_blocks_and_its_faults_are_told(panel: Panel) -> None:
     """RRC stands still for 68 days and is then divided by three. AAPL's fall of 2000-09-29 was real."""
     assert [check.name for check in panel.validation.checks] == list(CHECKS)
