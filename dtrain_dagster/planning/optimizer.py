@@ -228,38 +228,35 @@ class ResourceOptimizer:
         prices: Iterable[SkuPrice],
         today: date,
     ) -> None:
-        self.price, self.tier, self.training = price, tier, training
+        self.price, self.training = price, training
         self._prices, self._today = tuple(prices), today
-        self._events = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
-        self._world = longest_world(settled(windows(events)))
-        tracker = CostTracker("", usage, tier)
-        self.usd, self._node_hours = tracker.total_usd, tracker.node_hours
-        self.wall_seconds = paid_wall_seconds(usage)
-        self._step_seconds = min(self.wall_seconds, seconds_of(windows(events)))
+        looks = [item for item in events if item.get("kind") in (NodeEvent.kind, OutOfMemoryEvent.kind)]
+        self._world, tracker = longest_world(settled(windows(events))), CostTracker("", usage, tier)
+        self.usd, self.wall_seconds = tracker.total_usd, paid_wall_seconds(usage)
+        step_seconds = min(self.wall_seconds, seconds_of(windows(events)))
         evaluations = sum(item.seconds or 0.0 for item in read_events(EvaluationEvent, events))
-        self._evaluation_seconds = min(self.wall_seconds - self._step_seconds, evaluations)
-        self.utilization = utilization(self._events)
-        self.memory = gpu_memory(self._world, self._events, training) if self._world else None
+        mean_nodes = max(1, round(tracker.node_hours * 3600 / self.wall_seconds)) if self.wall_seconds else 1
+        self._base = BaseRun(
+            price=price,
+            tier=tier,
+            node_count=step_model(self._world).nodes if self._world else mean_nodes,
+            seconds=self.wall_seconds,
+            usd=self.usd,
+            step_seconds=step_seconds,
+            evaluation_seconds=min(self.wall_seconds - step_seconds, evaluations),
+        )
+        self.utilization = utilization(looks)
+        self.memory = gpu_memory(self._world, looks, training) if self._world else None
         """The memory of the fullest GPU; None where it is not known."""
 
     def recommendations(self) -> tuple[Change, ...]:
         """Return the changes that are worth it, the most dollars first."""
         if not self.wall_seconds or not self.usd:
             return ()
-        mean_nodes = max(1, round(self._node_hours * 3600 / self.wall_seconds))
-        base = BaseRun(
-            price=self.price,
-            tier=self.tier,
-            node_count=step_model(self._world).nodes if self._world else mean_nodes,
-            seconds=self.wall_seconds,
-            usd=self.usd,
-            step_seconds=self._step_seconds,
-            evaluation_seconds=self._evaluation_seconds,
-        )
         # The table of speeds is of GPUs, and of those only slower ones are for who uses little.
         has_gpus = self._world and self.utilization and self.utilization.of == "GPU"
         slower = [item for item in self._prices if has_gpus and item.speed < self.price.speed]
-        rows = build_options(base, self._world, self.memory, self.training, slower, self._today)
+        rows = build_options(self._base, self._world, self.memory, self.training, slower, self._today)
         kinds = OTHER_NODES if self.utilization and self.utilization.fraction < LOW_UTILIZATION else ()
         larger = [row for row in rows if row.name == "larger batch"]
         return tuple(sorted([*worthwhile(rows, kinds), *larger], key=lambda row: row.cost))
