@@ -40,6 +40,7 @@ from trainer.config import JobConfig, TrackingConfig, parse_job
 from trainer.elastic.generation_record import generations
 from trainer.evaluation.gate import score_of
 from trainer.rundir import EVALUATION, LAUNCH, LIMIT, RESULT, RunDir
+from trainer.spec import WINDOWS
 
 if TYPE_CHECKING:
     from trainer.elastic.generation import Generation
@@ -251,7 +252,6 @@ def training_page(
 ) -> dict[str, Any]:
     """Return the page of a finished training. ``usage``: of its own nodes."""
     from dtrain_dagster.registry.versions import scores_table
-    from dtrain_dagster.reports.kind_scores import has_kind_scores
 
     steps, evaluations = ([item for item in events if item["kind"] == kind] for kind in ("step", "evaluation"))
     totals, job_id = totals_metadata(usage, plan.tier), rundir.uri.rsplit("/", 1)[-1]
@@ -272,7 +272,7 @@ def training_page(
     )
     if model.get("nll") is not None:
         metadata["scores"] = best_rows(_score_rows(evaluation), ("name", "nll", "t"))
-    elif has_kind_scores(evaluation):
+    elif evaluation.get("kind", WINDOWS) != WINDOWS:
         metadata["scores"] = dg.MarkdownMetadataValue(scores_table(evaluation, is_table=True))
     metadata |= links(
         dashboard=run.project.job_url(job_id), studio=studio_url((rundir.read_json(LAUNCH) or {}).get("studio_url"))

@@ -20,16 +20,18 @@ from dtrain_dagster.jobs.progress import REGISTRATION
 from dtrain_dagster.jobs.totals import LaunchTotals
 from dtrain_dagster.jobs.view import JobFollower, JobView
 from dtrain_dagster.planning.projection import TimeLeft, count_nodes, describe_training, time_left
-from dtrain_dagster.reports.kind_scores import compare_figures, has_kind_scores
 from dtrain_dagster.settings.cluster_kinds import tier_of
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.errors import DamagedError
 from trainer.rundir import EVALUATION, LAUNCH, RESULT, RunDir
+from trainer.spec import WINDOWS
 
 SEPARATOR = " · "
 """What stands between the parts of a line of progress."""
+FIGURES = ("log_loss", "rmse", "accuracy", "ece", "r2", "perplexity", "bits_per_byte")
+"""The test figures of rows that people compare, as far as there are some; and those of tokens, of older versions."""
 
 
 def facts_of(settings: Settings, status: JobStatus) -> JobFacts:
@@ -246,11 +248,12 @@ def summary_document(settings: Settings, rundir: RunDir) -> dict[str, Any]:
 def _skill(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the figures of a model on the test split, beside those of its baselines."""
     model, notes = evaluation["model"], [("note", note) for note in evaluation["notes"]]
-    if has_kind_scores(evaluation):  # the first of them is what is compared
+    if evaluation.get("kind", WINDOWS) != WINDOWS:
         lines = [("test loss", f"{model['loss']:.5g}")]
-        for figure in compare_figures(evaluation):
-            others = ", ".join(f"{name} {value:.4g}" for name, value in figure.baselines.items())
-            lines.append((f"test {figure.name}", f"{figure.model:.4g}" + (f" ({others})" if others else "")))
+        for name in (figure for figure in FIGURES if model.get(figure) is not None):
+            rows = evaluation["baselines"].items()
+            others = ", ".join(f"{other} {row[name]:.4g}" for other, row in rows if row.get(name) is not None)
+            lines.append((f"test {name}", f"{model[name]:.4g}" + (f" ({others})" if others else "")))
         return lines + notes
     if not model:  # a dataset of one's own that is for training only
         return notes
