@@ -41,7 +41,7 @@ from dtrain_dagster.settings.environment import Settings
 from trainer.checkpoint.manifest import read_position
 from trainer.config import FACTORY, JOB_ID, ConfigError, JobConfig, parse_job
 from trainer.data.manifest import kind_of, load_manifest
-from trainer.data.sampler import steps_left, steps_of
+from trainer.data.sampler import steps_left
 from trainer.differences import FIXED, describe_difference, list_differences, may_change
 from trainer.model.allowed_factories import refuse_foreign_factories, usual_parts
 from trainer.printable import visible
@@ -415,7 +415,6 @@ def order_script(
     found = describe_script(
         script, arguments, [*own, *overrides], job_id, f"{settings.jobs_uri}/{job_id}", option="--script"
     )
-    steps_of(found.job.training, found.samples["train"])  # refuses data that cannot feed the ranks
     say_what_is_wrong(found.job, nodes or settings.nodes, settings, script=found)
     return found
 

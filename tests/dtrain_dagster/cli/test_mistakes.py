@@ -27,6 +27,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
         ("train", "--script", "unusable.py"),
         "--script unusable.py: there is no usual loss for outputs of (3, 3) and targets of (3, 4)",
     ),
+    (("train", "--script", "small.py", "--nodes", "9"), "cannot feed 9 micro-batches"),
     (("train", "--script", "silent.py", "--model", "tcn"), "--model cannot be combined with --script"),
     (("train", "--dataset", "walks", "more.py"), "arguments belong to a --script: more.py"),
     (("train", "--dataset", "nowhere"), "--dataset nowhere"),
@@ -70,6 +71,10 @@ SCRIPTS = {
     "from trainer import Trainer\n"
     "data = torch.utils.data.TensorDataset(torch.zeros(8, 2), torch.zeros(8, 4))\n"
     "Trainer(torch.nn.Linear(2, 3)).fit(data)\n",
+    "small": "import torch\n"
+    "from trainer import Trainer\n"
+    "data = torch.utils.data.TensorDataset(torch.zeros(8, 2), torch.zeros(8, 3))\n"
+    "Trainer(torch.nn.Linear(2, 3), {'batch_size_per_gpu': 4}, loss=torch.nn.MSELoss()).fit(data)\n",
 }
 SETTINGS = [
     ("DTRAIN_NODES", "three", "DTRAIN_NODES='three'"),
