@@ -15,13 +15,12 @@ class DataEngineError(RuntimeError):
     message names the setting and the remedy; the data is not to blame, and what was built before stays."""
 
 
-def refuse(problems: Sequence[str], where: str = "") -> None:
+def refuse(problems: Sequence[str]) -> None:
     """Raise `DataError` where there are problems: with all of them, so that a file has to be mended only once."""
-    before = f"{where}: " if where else ""
     if len(problems) == 1:
-        raise DataError(f"{before}{problems[0]}")
+        raise DataError(problems[0])
     if problems:
         lines = [f"- {problem}" for problem in problems[:_MOST_TOLD]]
         if len(problems) > _MOST_TOLD:
             lines.append(f"- and {len(problems) - _MOST_TOLD} more")
-        raise DataError("\n".join([f"{before}{len(problems)} problems:", *lines]))
+        raise DataError("\n".join([f"{len(problems)} problems:", *lines]))

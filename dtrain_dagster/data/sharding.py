@@ -9,6 +9,7 @@ inputs, so the same input is never built twice, and it appears whole or not at a
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime
 from functools import partial
@@ -20,13 +21,14 @@ from dtrain_dagster.data.engines import DUCKDB, DataEngine
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.features import FEATURES, MAY_BE_FLAT, TARGET, WARM_UP, index_features, stored_columns
 from dtrain_dagster.data.prices import PricesRef, iter_tickers
-from dtrain_dagster.data.ticker_rows import Moments, TickerRows, TickerRules, daily_returns, ticker_rows
+from dtrain_dagster.data.ticker_rows import Moments, TickerRules, daily_returns, ticker_rows
 from dtrain_dagster.data.validation import Mask, Validation, exchange_sessions
 from dtrain_dagster.support.secrets import redact
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
+    import pyarrow as pa
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
@@ -134,36 +136,27 @@ def _day_of(name: str, text: str) -> date:
 class Shard:
     """A Parquet file that is being written: one row group per ticker."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder, self.name = folder, f"data/shard-{number:05d}.parquet"
-        self.rows = 0
-        self._writer: Any = None
-        self._segments: list[dict[str, Any]] = []
-        self._tickers: list[str] = []
-        self._dates: list[str] = []
-
-    def add(self, found: TickerRows) -> None:
-        """Append a ticker's rows, and its segments, whose sample ranges count from their own first row."""
-        import pyarrow.compute as pc
+    def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:
         import pyarrow.parquet as pq
 
-        table: Any = found.table
-        if self._writer is None:
-            path = self.folder / self.name
-            self._writer = pq.ParquetWriter(path, table.schema, compression="zstd", use_dictionary=["ticker"])
+        self.folder, self.name, self.rows = folder, f"data/shard-{number:05d}.parquet", 0
+        self._writer: Any = pq.ParquetWriter(folder / self.name, schema, compression="zstd", use_dictionary=["ticker"])
+        self._segments: list[dict[str, Any]] = []
+        self._dates: list[str] = []
+
+    def add(self, table: pa.Table, segments: Sequence[dict[str, Any]]) -> None:
+        """Append a ticker's rows, and its segments, whose rows count from the ticker's first."""
+        import pyarrow.compute as pc
+
         self._writer.write_table(table, row_group_size=len(table))
-        start = self.rows
-        for segment in found.segments:
-            samples = {
-                split: [start + first, start + stop] if stop > first else [0, 0]
-                for split, (first, stop) in segment.samples.items()
-            }
-            rows = [start, start + segment.rows]
-            self._segments.append({"ticker": found.ticker, "rows": rows, "samples": samples})
-            start += segment.rows
+        for segment in segments:
+            samples = {split: self._moved(ends) if ends[1] else ends for split, ends in segment["samples"].items()}
+            self._segments.append(segment | {"rows": self._moved(segment["rows"]), "samples": samples})
         self.rows += len(table)
-        self._tickers.append(found.ticker)
-        self._dates += [str(pc.min(table["date"]).as_py()), str(pc.max(table["date"]).as_py())]
+        self._dates += map(str, pc.min_max(table["date"]).as_py().values())
+
+    def _moved(self, rows: Sequence[int]) -> list[int]:
+        return [self.rows + row for row in rows]
 
     def close(self) -> dict[str, Any]:
         """Finish the file; return its entry in the manifest."""
@@ -171,7 +164,7 @@ class Shard:
         return shard_entry(self.folder, self.name, self.rows) | {
             "first_date": min(self._dates),
             "last_date": max(self._dates),
-            "tickers": self._tickers,
+            "tickers": list(dict.fromkeys(segment["ticker"] for segment in self._segments)),
             "segments": self._segments,
         }
 
@@ -259,9 +252,14 @@ class _Builder:
                 )
                 continue
             if open_shard is None:
-                open_shard = Shard(self.folder, len(shards))
-            open_shard.add(found)
-            self._count(found)
+                open_shard = Shard(self.folder, len(shards), found.table.schema)
+            open_shard.add(found.table, found.segments)
+            for segment in found.segments:
+                for split, (first, stop) in segment["samples"].items():
+                    self.samples[split] += stop - first
+            for features, target in found.moments:
+                self.features.join(features)
+                self.target.join(target)
             # Counted in days of prices: the warm-up that is not stored would make every shard a ticker too long.
             if seen * self.params.shards >= self.prices.rows * (len(shards) + 1):
                 shards.append(open_shard.close())
@@ -274,14 +272,6 @@ class _Builder:
                 f"longest history is {longest} days, and {needed} are needed. Give more history or a shorter window"
             )
         return shards
-
-    def _count(self, found: TickerRows) -> None:
-        for segment in found.segments:
-            for split, (first, stop) in segment.samples.items():
-                self.samples[split] += stop - first
-            if segment.features is not None and segment.target is not None:
-                self.features.join(segment.features)
-                self.target.join(segment.target)
 
     def _refuse_what_cannot_be_trained_on(self) -> None:
         import numpy as np

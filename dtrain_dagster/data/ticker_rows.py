@@ -59,17 +59,6 @@ class TickerRules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SegmentRows:
-    """The figures of one segment: its number of rows, and its samples by split, as rows [first, stop) of it."""
-
-    rows: int
-    samples: dict[str, list[int]]
-    features: Moments | None
-    """Those of the rows of training windows; None where the segment has no such window."""
-    target: Moments | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TickerRows:
     """What a dataset holds of one ticker."""
 
@@ -78,9 +67,13 @@ class TickerRows:
     """Days of prices that there are."""
     longest: int
     """Rows of its longest segment, stored or not."""
-    segments: tuple[SegmentRows, ...]
     table: pa.Table | None
     """The stored rows of all segments, one after the other; None where no segment is long enough for a window."""
+    segments: list[dict[str, Any]]
+    """What the manifest says of each: its rows [first, stop) of the table, and those at which its samples end, by
+    split."""
+    moments: list[tuple[Moments, Moments]]
+    """Those of features and target in the rows of training windows, of each segment that has such windows."""
 
 
 def segments(frame: pd.DataFrame, rules: TickerRules) -> Iterator[pd.DataFrame]:
@@ -123,30 +116,35 @@ def ticker_rows(
         rows = ticker_features(segment, index, rules.horizon)
         parts.append(rows.dropna(subset=list(FEATURES)).reset_index(drop=True))
     kept = [part for part in parts if len(part) >= rules.window + rules.horizon]
+    ticker, start, entries, moments = str(frame["ticker"].iloc[0]), 0, [], []
+    for part in kept:
+        samples = _samples(part, rules, splits)
+        first, stop = samples["train"]
+        if stop > first:
+            features = part.iloc[first - rules.window + 1 : stop][list(FEATURES)].to_numpy()
+            moments.append((Moments.of(features), Moments.of(part[TARGET].to_numpy()[first:stop])))
+        ends = {split: [start + end for end in found] if found[1] else found for split, found in samples.items()}
+        entries.append({"ticker": ticker, "rows": [start, start + len(part)], "samples": ends})
+        start += len(part)
     return TickerRows(
-        ticker=str(frame["ticker"].iloc[0]),
+        ticker=ticker,
         days=len(frame),
         longest=max(map(len, parts), default=0),
-        segments=tuple(_segment_rows(part, rules, splits) for part in kept),
         table=stored_table(pd.concat(kept, ignore_index=True)) if kept else None,
+        segments=entries,
+        moments=moments,
     )
 
 
-def _segment_rows(part: pd.DataFrame, rules: TickerRules, splits: dict[str, dict[str, str]]) -> SegmentRows:
+def _samples(part: pd.DataFrame, rules: TickerRules, splits: dict[str, dict[str, str]]) -> dict[str, list[int]]:
+    """Return the rows [first, stop) of a segment at which samples end, by split; [0, 0] where there are none."""
     import numpy as np
 
     dates = part["date"].to_numpy().astype("datetime64[D]")
+    ends = np.arange(rules.window - 1, len(part) - rules.horizon)
     samples = {}
     for split, bounds in splits.items():
-        ends = np.arange(rules.window - 1, len(part) - rules.horizon)
-        inside = (dates[ends] >= np.datetime64(bounds["first"])) & (
-            dates[ends + rules.horizon] <= np.datetime64(bounds["last"])
-        )
-        ends = ends[inside]
-        samples[split] = [int(ends[0]), int(ends[-1]) + 1] if len(ends) else [0, 0]
-    first, stop = samples["train"]
-    features = target = None
-    if stop > first:
-        features = Moments.of(part.iloc[first - rules.window + 1 : stop][list(FEATURES)].to_numpy())
-        target = Moments.of(part[TARGET].to_numpy()[first:stop])
-    return SegmentRows(rows=len(part), samples=samples, features=features, target=target)
+        first, last = np.datetime64(bounds["first"]), np.datetime64(bounds["last"])
+        inside = ends[(dates[ends] >= first) & (dates[ends + rules.horizon] <= last)]
+        samples[split] = [int(inside[0]), int(inside[-1]) + 1] if len(inside) else [0, 0]
+    return samples
