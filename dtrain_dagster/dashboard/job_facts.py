@@ -33,11 +33,10 @@ from dtrain_dagster.settings.links import run_page, studio_url
 from dtrain_dagster.support.formatting import dollars, format_duration
 from trainer.documents.presences import NodePresence, stale_seconds
 from trainer.printable import visible
-from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, STATUS, RunDir
+from trainer.rundir import EVALUATION, JOB, LAUNCH, RESULT, STATUS, TRACKING, RunDir
 from trainer.secrets.redaction import redact
 
 MOST_NOTES = 20
-TRACKING = "tracking.json"
 T = TypeVar("T")
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 

@@ -22,7 +22,7 @@ from trainer.elastic.generation_record import generations
 from trainer.evaluation.gate import IN_WORDS, POINT_RULE, RULE, Gate
 from trainer.observability.mlflow_sink import GATE_TAG, ensure_experiment
 from trainer.observability.mlflow_sqlite import make_tables
-from trainer.rundir import EVALUATION, RESULT, RunDir
+from trainer.rundir import EVALUATION, RESULT, TRACKING, RunDir
 from trainer.spec import REGRESSION, ROWS, WINDOWS
 from trainer.storage.open import open_storage
 
@@ -162,7 +162,7 @@ def tracking_run(client: MlflowClient, rundir: RunDir, tracking_uri: str, experi
     earlier registration has made, else a new one that is finished at once."""
     from mlflow.exceptions import MlflowException
 
-    run_id = (rundir.read_json("tracking.json") or {}).get("mlflow_run_id")
+    run_id = (rundir.read_json(TRACKING) or {}).get("mlflow_run_id")
     if run_id:
         try:
             run = client.get_run(run_id)
