@@ -99,10 +99,11 @@ def end_in_words(state: str, status: Mapping[str, Any], result: Mapping[str, Any
 
     ``status``, ``result``, ``launch``: the content of these files of the run directory.
     """
-    said = _first_line(status.get("message"))
+    first, _, rest = str(status.get("message") or "").strip().partition("\n")
+    said = _safe(_BEFORE_LOG.sub("", first))
     if state == JobState.FAILED:
         mine = result if result.get("launch") in (None, launch.get("launch")) else {}
-        title, said = _title(status, mine), _first_line(mine.get("error")) or said
+        title, said = _title(status, mine), _cause(mine, rest.splitlines()) or said
         said = f"{title}: {said}" if said and mine.get("status") == "budget" else said or title
     elif state == JobState.CANCELLED:
         said = said or "somebody cancelled it"
@@ -133,8 +134,8 @@ def _title(status: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def _cause(result: Mapping[str, Any], lines: Sequence[str]) -> str:
-    if error := _first_line(result.get("error")):
-        return error
+    if error := str(result.get("error") or "").strip():
+        return _safe(error.splitlines()[0])
     found = [match[0] for line in lines if (match := _ERROR.match(line.strip()))]
     return _safe(found[-1]) if found else ""
 
@@ -142,10 +143,6 @@ def _cause(result: Mapping[str, Any], lines: Sequence[str]) -> str:
 def _ends(node: NodePresence) -> str:
     codes = sorted(set(node.exit_codes), key=abs, reverse=True)
     return ", ".join(describe_exit(code) if code else "exit code 0" for code in codes)
-
-
-def _first_line(text: object) -> str:
-    return _safe((str(text or "").strip().splitlines() or [""])[0])
 
 
 def _safe(text: str) -> str:

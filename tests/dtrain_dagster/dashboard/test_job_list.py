@@ -34,7 +34,8 @@ def row(job_id: str = "mine", state: str = "succeeded", usd: float | None = None
 @pytest.mark.parametrize(
     ("state", "status", "result", "words"),
     [
-        ("failed", {"message": "rank 1 failed first\nTraceback…\nValueError: no"}, {}, "rank 1 failed first"),
+        ("failed", {"message": "rank 1 failed first\nTraceback…\nValueError: no"}, {}, "ValueError: no"),
+        ("failed", {"message": "rank 1 failed first; the end of its log:\nbye"}, {}, "rank 1 failed first"),
         ("failed", {"message": "lost", "exit_code": 5}, {}, "lost"),
         ("failed", {"exit_code": -9}, {}, "failed: killed by SIGKILL"),
         ("failed", {"message": "lost"}, {"error": "loss is nan", "launch": 2}, "loss is nan"),
