@@ -63,7 +63,7 @@ def test_nothing_is_overspent_in_many_fleets(seed: int, count: int, share: float
 
 @pytest.mark.parametrize("takes", [0.5, 1.0, 3.0])
 def test_short_jobs_under_a_small_budget_are_not_paused_and_continued_in_turns(takes: float):
-    """The budget is less than one slice beforehand: what it has left is for the work, and not for many starts."""
+    """What a small budget has left is for the work, and not for many starts."""
     jobs = [
         SimulatedJob(
             job=FleetJob(job_id=f"j{number}", node_seconds=1.0, startup_seconds=8.0), node_seconds=takes, arrives_at=0.0

@@ -260,6 +260,16 @@ def test_nodes_that_cost_less_than_the_dearest_are_told_more_as_less_is_paid(
     assert view.used_usd == pytest.approx(stage.bill(), rel=0.2), "priced as what came"
 
 
+def test_nodes_that_go_on_after_their_limit_are_asked_to_leave(stage: Stage):
+    runner = stage.runner(ListedJobs([job_of(stage.home, "one", 60.0)]))
+    look_until(runner, stage.manager.rundir("one").nodes)
+    runner.jobs["one"] = replace(runner.jobs["one"], grant_units=1)
+    look_until(runner, lambda: stage.states()["one"] == "pausing")
+    stage.records.ask_to_cancel()
+    runner.run()
+    assert stage.states() == {"one": "ended"}
+
+
 def test_a_fleet_that_is_cancelled_ends_all_its_jobs(stage: Stage):
     runner = stage.runner(ListedJobs([job_of(stage.home, f"j{number}", 60.0) for number in range(3)]))
     look_until(runner, lambda: "running" in stage.states().values())
