@@ -132,9 +132,20 @@ class Settings(EnvironmentSettings):
     """The project's settings. Every field is the environment variable of that name in capitals after ``DTRAIN_``."""
 
     OPTIONS = (
-        "max_replacements", "preflight", "calendar", "data_engine", "experiment", "command_tracking", "dagster_url",
-        "dashboard_url", "mlflow_url", "idle_minutes", "queue_deadline_hours", "orphan_policy", "orphan_minutes",
-    )  # fmt: skip
+        "max_replacements",
+        "preflight",
+        "calendar",
+        "data_engine",
+        "experiment",
+        "command_tracking",
+        "dagster_url",
+        "dashboard_url",
+        "mlflow_url",
+        "idle_minutes",
+        "queue_deadline_hours",
+        "orphan_policy",
+        "orphan_minutes",
+    )
     RETIRED: ClassVar[Mapping[str, str]] = {
         "PEER_GRACE_SECONDS": "is gone: DTRAIN_STOP_GRACE_SECONDS also says how long peers of a failed process have",
         "RETRAIN_CRON": "is gone: give `build_training_assets(…, schedule=…)` the five fields",

@@ -27,9 +27,13 @@ _LABEL = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)"
 _KEY = rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL}"
 _NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _LONG_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
-_CLAIM = re.compile(rf"pvc:(?P<claim>{_LONG_NAME}):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
-_NFS = re.compile(r"nfs:(?P<server>[A-Za-z0-9.-]+):(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
-_HOST = re.compile(r"host:(?P<path>/[^:,]*):(?P<mount>/[^:,]+)(?P<read_only>:ro)?")
+_MOUNT = r"(?P<mount>/[^:,]+)(?P<read_only>:ro)?"
+_VOLUMES = {
+    "persistentVolumeClaim": re.compile(rf"pvc:(?P<claimName>{_LONG_NAME}):{_MOUNT}"),
+    "nfs": re.compile(rf"nfs:(?P<server>[A-Za-z0-9.-]+):(?P<path>/[^:,]*):{_MOUNT}"),
+    "hostPath": re.compile(rf"host:(?P<path>/[^:,]*):{_MOUNT}"),
+}
+"""Kind of volume, as a pod's specification names it → its text; the fields of its source are groups."""
 
 
 def read_pod_template(path: object) -> object:
@@ -95,23 +99,17 @@ def read_volumes(value: object) -> object:
         return value
     found: list[dict[str, Any]] = []
     for word in filter(None, (word.strip() for word in value.split(","))):
-        match = _CLAIM.fullmatch(word) or _NFS.fullmatch(word) or _HOST.fullmatch(word)
-        if not match:
+        matches = ((kind, pattern.fullmatch(word)) for kind, pattern in _VOLUMES.items())
+        kind, source = next(((kind, match.groupdict()) for kind, match in matches if match), ("", {}))
+        if not kind:
             raise ValueError(
                 f"{word!r} is not a volume: give pvc:claim:/mount, nfs:server:/path:/mount or host:/path:/mount, "
                 "with :ro for read-only, separated by commas"
             )
-        given = match.groupdict()
-        mount = given["mount"].rstrip("/")
+        mount, read_only = source.pop("mount").rstrip("/"), source.pop("read_only") is not None
         if not mount or mount in (volume["mount"] for volume in found):
             raise ValueError(f"{word!r}: {mount or '/'} cannot be mounted there: give each volume a folder of its own")
-        if given.get("claim"):
-            source = {"persistentVolumeClaim": {"claimName": given["claim"]}}
-        elif given.get("server"):
-            source = {"nfs": {"server": given["server"], "path": given["path"]}}
-        else:
-            source = {"hostPath": {"path": given["path"]}}
-        found.append({"mount": mount, "source": source, "read_only": given["read_only"] is not None})
+        found.append({"mount": mount, "source": {kind: source}, "read_only": read_only})
     return found
 
 

@@ -25,7 +25,7 @@ from dtrain_dagster.data.sources import PriceFile
 from dtrain_dagster.definitions import build_defs
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.resources import build_resources
-from dtrain_dagster.sensors.retraining import build_weekly_schedule
+from dtrain_dagster.sensors.retraining import build_weekly_schedule, look
 from dtrain_dagster.settings.environment import Settings
 from tests.loopback import LoopbackServer
 from tests.trained import record_training, sha256
@@ -218,6 +218,23 @@ def test_a_file_that_is_gone_is_taken_up_where_it_was_left(world: tuple[World, l
     here.prices.write_text("date,A\n2020-01-02,1\n2020-01-03,2\n")  # put in its place by a delete and a write
     here.tick("new_data", minutes=1)
     assert here.tick("new_data", minutes=11).run_requests
+
+
+def test_a_file_that_is_written_while_it_is_read_is_looked_at_again(tmp_path: Path):
+    path = tmp_path / "prices.csv"
+    path.write_text("date,A\n")
+
+    class Written(PriceFile):
+        def digest(self) -> str:
+            found = super().digest()
+            path.write_text("date,A\n2020-01-02,1\n")
+            return found
+
+    source = Written(str(path))
+    known, _ = look(source, {}, 0.0)
+    known, why = look(source, known, 601.0)
+    assert "was written while it was read" in why
+    assert not known["digest"]
 
 
 def test_a_cause_waits_for_a_training_that_is_under_way(world: tuple[World, list[dict[str, Any]]]):
