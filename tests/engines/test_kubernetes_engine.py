@@ -45,14 +45,13 @@ def watch(
     return seen[0]
 
 
-@pytest.mark.parametrize(("script", "code"), [("echo said; exit 0", 0), ("echo said; exit 7", 7)])
 def test_a_node_runs_once_and_its_end_its_times_and_its_output_are_told(
-    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any], script: str, code: int
+    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
 ) -> None:
-    engine = make_engine(make_options(access), script)
+    engine = make_engine(make_options(access), "echo said; exit 7")
     name = engine.submit(launch, 3, 2)
     ended = watch(kubernetes, engine, launch, lambda job: job.state == "ended")
-    assert (ended.id, ended.node_id, ended.incarnation, ended.exit_code, ended.lost) == (name, 3, 2, code, False)
+    assert (ended.id, ended.node_id, ended.incarnation, ended.exit_code, ended.lost) == (name, 3, 2, 7, False)
     assert ended.host in kubernetes.nodes
     assert ended.submitted_at is not None and ended.started_at is not None and ended.ended_at is not None  # noqa: PT018
     assert ended.submitted_at <= ended.started_at <= ended.ended_at
@@ -87,22 +86,6 @@ def test_a_node_that_waits_says_why_and_what_helps(
     kubernetes.wait(lambda: not engine.list_jobs(launch), "the end of a node that waited")
 
 
-def test_a_quota_is_named_with_the_settings_that_ask_for_less(
-    kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
-) -> None:
-    quotas = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
-    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"requests.cpu": "0"}}}
-    kubernetes.ask("POST", quotas, {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
-    try:
-        kubernetes.wait(lambda: kubernetes.ask("GET", f"{quotas}/none").get("status", {}).get("hard"), "the quota")
-        engine = make_engine(make_options(access))
-        name = engine.submit(launch, 0, 1)
-        watch(kubernetes, engine, launch, lambda job: "have the quota raised" in job.reason)
-        engine.cancel([name], force=True)
-    finally:
-        kubernetes.ask("DELETE", f"{quotas}/none")
-
-
 def test_a_node_is_told_to_end_and_may_clean_up(
     kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]
 ) -> None:
@@ -135,18 +118,6 @@ def test_a_pod_that_is_deleted_is_a_lost_node_and_runs_nowhere_again(
     assert lost.lost
     kubernetes.wait(lambda: not engine.list_jobs(launch), "the end of the Job")
     kubernetes.wait(lambda: not kubernetes.processes(launch["token"]), "the end of the process")
-
-
-def test_an_evicted_pod_is_a_lost_node(kubernetes: KubernetesCluster, access: Path, launch: dict[str, Any]) -> None:
-    """As where somebody drains a machine: whether it ends in order or not."""
-    engine = make_engine(make_options(access), "trap 'exit 143' TERM; sleep 100 & wait")
-    name = engine.submit(launch, 0, 1)
-    watch(kubernetes, engine, launch, lambda job: job.state == "running")
-    pod = kubernetes.ask("GET", f"{PODS}?labelSelector=job-name={name}")["items"][0]["metadata"]["name"]
-    about = {"name": pod, "namespace": NAMESPACE}
-    eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
-    kubernetes.ask("POST", f"{PODS}/{pod}/eviction", eviction | {"deleteOptions": {"gracePeriodSeconds": 2}})
-    assert watch(kubernetes, engine, launch, lambda job: job.state == "ended").lost
 
 
 def test_what_cannot_work_is_refused_before_anything_is_made(

@@ -11,7 +11,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dtrain_dagster.clusters.slurm.commands import COLUMNS, END_SECONDS
-from dtrain_dagster.clusters.supervision.engine import Cause, EngineJob, read_job_name
+from dtrain_dagster.clusters.supervision.engine import (
+    Cause,
+    EngineError,
+    EngineJob,
+    EngineUnreachableError,
+    read_job_name,
+)
 from dtrain_dagster.settings.nodes import NODE as N
 from dtrain_dagster.settings.slurm import PREFIX
 
@@ -170,17 +176,14 @@ def limit_seconds(text: str) -> float | None:
     return 86400 * parts["days"] + 3600 * parts["hours"] + 60.0 * parts["minutes"] + parts["seconds"]
 
 
-def is_unreachable(said: str) -> bool:
-    """Return whether a command failed because SLURM could not be asked now."""
-    return any(word in said.lower() for word in UNREACHABLE)
-
-
-def is_full(said: str) -> bool:
-    """Return whether SLURM takes no more jobs of this user for now."""
-    limits = _LIMIT_NAME.findall(said.lower())
-    return any(word in text for text in limits or [said.lower()] for word in FULL)
-
-
-def remedy_of(said: str) -> str:
-    """Return what helps against a refusal of sbatch."""
-    return next((remedy for word, remedy in REFUSALS.items() if word in said.lower()), f"see {OPTIONS} in the settings")
+def read_failure(what: str, said: str) -> EngineError | EngineUnreachableError:
+    """Return the error of a command that has failed, by what it said: one that has to be corrected, with the remedy, or
+    one after which the same command may succeed later."""
+    words = said.lower()
+    limits = _LIMIT_NAME.findall(words)
+    if any(word in text for text in limits or [words] for word in FULL):
+        return EngineUnreachableError(f"the queue is full: SLURM takes no more jobs of this user now ({said})")
+    if any(word in words for word in UNREACHABLE):
+        return EngineUnreachableError(f"cannot {what} now: {said}")
+    remedy = next((remedy for word, remedy in REFUSALS.items() if word in words), f"see {PREFIX} in the settings")
+    return EngineError(f"cannot {what}: {said}; {remedy}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain_dagster.clusters.slurm import commands
-from dtrain_dagster.clusters.slurm.answers import is_full, is_unreachable, read_job, read_rows, remedy_of
+from dtrain_dagster.clusters.slurm.answers import read_failure, read_job, read_rows
 from dtrain_dagster.clusters.submission import Request, others_like_first, process_lines, shell_line
 from dtrain_dagster.clusters.supervision.engine import (
     Command,
@@ -137,11 +137,7 @@ class SlurmEngine(Engine):
             raise EngineUnreachableError(f"cannot {what}: {self.options.host} cannot be reached ({said})")
         if done.returncode == 127:
             raise EngineError(f"cannot {what} {where}: {said}; SLURM's commands must be on the PATH there")
-        if is_full(said):
-            raise EngineUnreachableError(f"the queue is full: SLURM takes no more jobs of this user now ({said})")
-        if is_unreachable(said):
-            raise EngineUnreachableError(f"cannot {what} now: {said}")
-        raise EngineError(f"cannot {what}: {said}; {remedy_of(said)}")
+        raise read_failure(what, said)
 
 
 def _control_path() -> str:

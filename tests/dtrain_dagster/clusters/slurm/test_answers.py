@@ -6,14 +6,13 @@ import pytest
 
 from dtrain_dagster.clusters.slurm.answers import (
     exit_code_of,
-    is_full,
-    is_unreachable,
     limit_seconds,
+    read_failure,
     read_job,
     read_rows,
-    remedy_of,
 )
 from dtrain_dagster.clusters.slurm.commands import COLUMNS, end, list_all, remote, script, submit
+from dtrain_dagster.clusters.supervision.engine import EngineError, EngineUnreachableError
 from dtrain_dagster.settings.slurm import SlurmSettings
 
 LAUNCH = {"token": "0123456789abcdef" * 3, "launch": 2}
@@ -102,30 +101,45 @@ def test_limits_and_codes():
     assert exit_code_of("FAILED", "N/A") is None
 
 
-def test_what_sbatch_says_is_told_with_the_setting():
-    said = "sbatch: error: Batch job submission failed: Invalid partition name specified"
-    assert remedy_of(said) == "correct DTRAIN_SLURM_PARTITION"
-    assert remedy_of("sbatch: error: Invalid generic resource (gres) specification").endswith("DTRAIN_NODE_GPUS")
-    both = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
-    assert remedy_of(both).startswith("correct --account in DTRAIN_SLURM_OPTIONS")
-    assert is_unreachable("squeue: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    assert not is_unreachable(said)
-
-
 POLICY = (
     "sbatch: error: {} sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit "
     "limit, user's size and/or time limits)"
 )
+FAILED = "sbatch: error: Batch job submission failed: {}"
 
 
-def test_a_queue_that_is_full_is_told_from_a_job_that_is_too_large():
-    assert is_full(POLICY.format("QOSMaxSubmitJobPerUserLimit"))
-    assert is_full(POLICY.format("AssocGrpSubmitJobsLimit"))
-    assert is_full(POLICY.format(""))
-    too_long = POLICY.format("QOSMaxWallDurationPerJobLimit")
-    assert not is_full(too_long), "it would wait for ever"
-    assert remedy_of(too_long) == "lower time_limit_minutes in DTRAIN_SLURM_OPTIONS"
-    assert "--qos in DTRAIN_SLURM_OPTIONS" in remedy_of(POLICY.format("QOSMaxNodePerJobLimit"))
+@pytest.mark.parametrize(
+    ("said", "kind", "remedy"),
+    [
+        (FAILED.format("Invalid partition name specified"), EngineError, "; correct DTRAIN_SLURM_PARTITION"),
+        ("sbatch: error: Invalid generic resource (gres) specification", EngineError, "correct DTRAIN_NODE_GPUS"),
+        (
+            FAILED.format("Invalid account or account/partition combination specified"),
+            EngineError,
+            "; correct --account in DTRAIN_SLURM_OPTIONS",
+        ),
+        (
+            "squeue: error: slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+            EngineUnreachableError,
+            "cannot submit now",
+        ),
+        (POLICY.format("QOSMaxSubmitJobPerUserLimit"), EngineUnreachableError, "the queue is full"),
+        (POLICY.format("AssocGrpSubmitJobsLimit"), EngineUnreachableError, "the queue is full"),
+        (POLICY.format(""), EngineUnreachableError, "the queue is full"),
+        (  # it would wait for ever
+            POLICY.format("QOSMaxWallDurationPerJobLimit"),
+            EngineError,
+            "; lower time_limit_minutes in DTRAIN_SLURM_OPTIONS",
+        ),
+        (POLICY.format("QOSMaxNodePerJobLimit"), EngineError, "--qos in DTRAIN_SLURM_OPTIONS"),
+    ],
+)
+def test_what_a_command_says_is_told_with_the_setting_or_waited_for(
+    said: str, kind: type[Exception], remedy: str
+) -> None:
+    failure = read_failure("submit", said)
+    assert isinstance(failure, kind)
+    assert remedy in str(failure)
 
 
 def test_a_node_is_one_job_that_nothing_requeues_and_whose_shell_becomes_the_agent():

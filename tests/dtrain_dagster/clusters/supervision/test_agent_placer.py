@@ -163,6 +163,15 @@ def test_a_node_is_what_its_presence_says_at_once_and_the_engine_where_it_can_sa
     assert closed.ended_at == job.engine.jobs[1, 1].ended_at, "it is paid for as long as its engine says"
 
 
+def test_the_engine_is_asked_at_once_why_a_node_has_ended(job: Job) -> None:
+    job.start(0, 1)
+    job.look()
+    job.engine.change(1, state="ended", lost=True, cause="taken", ended_at=job.clock.now())
+    job.say(1, ended_at=job.clock.now(), exit_codes=(-9,))
+    job.look(0.0)
+    assert job.placer.look()[1].is_taken
+
+
 def test_a_node_that_waits_says_why_and_one_that_is_refused_has_failed(job: Job) -> None:
     job.engine.hosts = []
     job.start(0)
