@@ -213,12 +213,11 @@ class SpendingBook:
                 suppress(CeilingError, OSError),
                 open_book(self.home) as book,
             ):  # if it is damaged, the next start says so
-                if is_begun and wanted.key in book:
-                    book[wanted.key] = replace(book[wanted.key], holder=None, pid=0)
-                elif before is not None:
+                promise = book.pop(wanted.key, None)
+                if is_begun and promise is not None:
+                    book[wanted.key] = replace(promise, holder=None, pid=0)
+                elif not is_begun and before is not None:
                     book[wanted.key] = before
-                else:
-                    book.pop(wanted.key, None)
 
     # ---
 
