@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 from dtrain_dagster.clusters.azure_ml.refusals import (
     SETTINGS,
@@ -123,7 +124,7 @@ class Service:
                 from azure.ai.ml import MLClient
 
                 # Its progress bars and its notes on experimental classes are not for our logs.
-                for name in ("azure.ai.ml", "azure.core.pipeline.policies.http_logging_policy", "azure.identity"):
+                for name in ("azure.ai.ml", "azure.core.pipeline.policies.http_logging_policy"):
                     logging.getLogger(name).setLevel(logging.ERROR)
                 self._client = MLClient(
                     self.credential,
@@ -148,6 +149,7 @@ class Service:
         if self._credential is None:
             from azure.identity import DefaultAzureCredential
 
+            logging.getLogger("azure.identity").setLevel(logging.ERROR)  # it tells of each kind that it tries
             self._credential = DefaultAzureCredential(exclude_interactive_browser_credential=True)
         return self._credential
 
@@ -210,7 +212,8 @@ class Service:
         while path:
             page = self.read(what, path, version, **how)
             yield from page.get("value") or page.get("nodes") or ()
-            path, version = str(page.get("nextLink") or "").removeprefix(self.address), ""
+            link = urlsplit(str(page.get("nextLink") or ""))  # whatever its host: tokens go to one address
+            path, version = link._replace(scheme="", netloc="").geturl(), ""
             how = {name: value for name, value in how.items() if name == "method"}  # the link has the query
 
     @cached_property

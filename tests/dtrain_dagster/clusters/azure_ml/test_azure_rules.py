@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dtrain_dagster.clusters.azure_ml import launch_record, orphans
+from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
     LAUNCH_TAG,
@@ -381,6 +382,21 @@ def test_a_job_is_unknown_since_the_first_of_the_looks_that_did_not_find_it(
     assert note_look(since, is_missing, now, asked_at, PATIENCE) == after
 
 
+def test_pages_are_asked_for_at_one_address_whatever_their_links_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, asked = Service(options()), list[Any]()
+    links = iter(["https://elsewhere.example:443/b?api-version=2&$skip=a%20b", None])
+
+    def read(what: str, path: str, version: str = "1", **how: str) -> dict[str, Any]:
+        asked.append((path, version, how))
+        return {"value": [len(asked)], "nextLink": next(links)}
+
+    monkeypatch.setattr(service, "read", read)
+    assert list(service.read_all("list", "/a", "1", method="POST", tag="t")) == [1, 2]
+    assert asked == [
+        ("/a", "1", {"method": "POST", "tag": "t"}), ("/b?api-version=2&$skip=a%20b", "", {"method": "POST"}),
+    ]  # fmt: skip
+
+
 class TestOrphans:
     def test_nobodys_jobs(self) -> None:
         def why(name: str, record: Any, settled: bool = False, owner: str | None = "run") -> str:
@@ -401,6 +417,8 @@ class TestOrphans:
         tags = {JOB_TAG: "j", LAUNCH_TAG: "2", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
         job = ServiceJob(name="j-l2", status="Running", tags=tags, compute="c")
         assert getattr(orphans.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
+        for copied in ({"name": "witty-owl"}, {"tags": tags | {RUN_DIR_TAG: "az://elsewhere/jobs/j"}}, {"tags": {}}):
+            assert orphans.judge_job(dataclasses.replace(job, **copied), jobs_uri, {"live"}) is None
         for owner, is_orphan in (("other", True), ("live", False), (None, False)):
             rundir.write_json(OWNER, {"dagster_run_id": owner})
             assert (orphans.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
