@@ -87,16 +87,12 @@ class Table:
 def files_of(source: Path) -> list[Path]:
     """Return the files of a table: one, or all Parquet or CSV files of a folder. Raise `DataError` where there are
     none, or of both kinds."""
-    if not source.is_dir():
-        if not source.is_file():
-            raise DataError(f"{source}: there is no Parquet or CSV file; give one, or a folder that holds some")
-        return [source]
     packed = [f"*{ending}{packing}" for ending in _ENDINGS for packing in _PACKED]
     found = {
         "Parquet": sorted(source.glob("*.parquet")),
         "CSV": sorted({path for name in packed for path in source.glob(name)}),
     }
-    files = [path for paths in found.values() for path in paths]
+    files = [path for paths in found.values() for path in paths] if source.is_dir() else [source]
     if not files or not all(path.is_file() for path in files):
         raise DataError(f"{source}: there is no Parquet or CSV file; give one, or a folder that holds some")
     if all(found.values()):
