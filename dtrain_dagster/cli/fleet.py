@@ -19,7 +19,7 @@ import click
 
 from dtrain_dagster.cli.ceilings import promising, tell_ceilings
 from dtrain_dagster.cli.common import cluster_of, console, ranks_of, read_settings, refuses, say
-from dtrain_dagster.cli.follow import fleet_screen, fleet_table, headline, name_some, warn
+from dtrain_dagster.cli.follow import fleet_screen, fleet_table, headline, warn
 from dtrain_dagster.cli.job_options import (
     Asked,
     order_script,
@@ -28,6 +28,7 @@ from dtrain_dagster.cli.job_options import (
     with_reachable_data,
 )
 from dtrain_dagster.cli.plan_lines import past_forecasts
+from dtrain_dagster.cli.screen import name_some
 from dtrain_dagster.cli.start import ended_by_signals, say_that_jobs_go_on, this_command
 from dtrain_dagster.cli.tracking import FLEET_TAG, record_fleet, track
 from dtrain_dagster.clusters.azure_ml.sku_chain import chain

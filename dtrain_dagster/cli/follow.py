@@ -6,7 +6,7 @@ On a terminal it has colours and is updated in place; in a file or a pipe it is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dtrain_dagster.cli.common import console, manager_of, print_json, run_dir, say
 from dtrain_dagster.cli.facts import SEPARATOR, format_progress, left_of, read_plan
-from dtrain_dagster.cli.screen import fitted_table, state_text, words_of_left_out
+from dtrain_dagster.cli.screen import fitted_table, name_some, state_text, words_of_left_out
 from dtrain_dagster.clusters.base import GPUClusterManager, JobStatus
 from dtrain_dagster.jobs.log_follower import LogFollower, time_in
 from dtrain_dagster.jobs.progress import follow_job, words_of_kept
@@ -127,8 +127,6 @@ def watch_training(console: Console, manager: GPUClusterManager, rundir: RunDir,
     return status
 
 
-MOST_NAMED = 3
-"""Jobs that are named of those of which the same is said."""
 VIEW_EVERY_SECONDS = 2.0
 
 
@@ -165,12 +163,6 @@ def fleet_table(view: FleetView, width: int) -> Group:
     for why, jobs in whys.items():
         more.append(Text(f"{name_some(jobs)}: {why}", style="dim"))
     return Group(table, *more)
-
-
-def name_some(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are. Pure."""
-    left = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {left} more" if left > 0 else "")
 
 
 def job_row(job: FleetRow) -> list[str | Text]:

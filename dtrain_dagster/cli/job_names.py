@@ -16,6 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from dtrain_dagster.cli.common import Refusal, manager_of, run_dir
+from dtrain_dagster.cli.screen import name_some
 from dtrain_dagster.fleet.records import fleet_names
 from dtrain_dagster.jobs.orders import ordered_jobs
 from dtrain_dagster.search.results import search_names
@@ -36,8 +37,7 @@ def resolve_name(given: str, names: Sequence[str], kind: str, listed_by: str) ->
     found = [given] if given in names else [name for name in names if given and name.startswith(given)]
     if len(found) == 1:
         return found[0]
-    more = f" and {len(found or names) - MOST_NAMED} more" if len(found or names) > MOST_NAMED else ""
-    named = ", ".join((found or names)[:MOST_NAMED]) + more
+    named = name_some(found or names, MOST_NAMED)
     if found:
         raise Refusal(f"{given!r} begins {len(found)} names: {named}; give more of the name")
     if not names:

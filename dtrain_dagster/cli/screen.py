@@ -98,6 +98,12 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+def name_some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names of a list, and how many more there are. Pure."""
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
 def state_text(state: str) -> Text:
     """Return the state of a job in its colour."""
     return Text(state, style=COLOURS.get(state, "yellow"))
