@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-import psutil
-
 from dtrain_dagster.support.job_lock import LOCK, is_held
 
 DEFAULT = ".dtrain"
@@ -120,6 +118,8 @@ def plan_removal(home: Path, protected: Sequence[Path]) -> Removal:
             "made it, `python -m dtrain_dagster setup` marks it, unless it holds something else as well; else remove "
             "it by hand"
         )
+    import psutil  # not above: loading the code location does without
+
     mounts = [Path(part.mountpoint) for part in psutil.disk_partitions(all=True)]
     if mounted := [point for point in mounts if point.is_relative_to(real)]:
         raise HomeError(f"{mounted[0]} is mounted inside {home}: unmount it first, or remove the home by hand")
