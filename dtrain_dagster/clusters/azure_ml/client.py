@@ -46,6 +46,12 @@ CONNECT_SECONDS, READ_SECONDS = 10, 60
 API_VERSION = "2024-04-01"
 """Version of Azure ML's interface in which documents are read."""
 PUBLIC_CLOUD = "https://management.azure.com"
+CLOUDS = {
+    "AzureCloud": PUBLIC_CLOUD,
+    "AzureUSGovernment": "https://management.usgovcloudapi.net",
+    "AzureChinaCloud": "https://management.chinacloudapi.cn",
+}
+"""Cloud, as the SDK names it → the address of its Resource Manager."""
 CHANGES = ("PUT", "POST", "PATCH", "DELETE")
 ROLE_REMEDY = "The identity lacks a role: deploy/azure lists what each one needs"
 REQUEST_ID = "x-ms-request-id"
@@ -210,18 +216,19 @@ class Service:
     def read_all(self, what: str, path: str, version: str = API_VERSION, **how: str) -> Iterator[dict[str, Any]]:
         """Yield the items of a list, page by page; see `read`."""
         while path:
-            page = self.read(what, path, version, **how)
+            page = self.read(what, path, "" if "api-version=" in path else version, **how)
             yield from page.get("value") or page.get("nodes") or ()
             link = urlsplit(str(page.get("nextLink") or ""))  # whatever its host: tokens go to one address
-            path, version = link._replace(scheme="", netloc="").geturl(), ""
-            how = {name: value for name, value in how.items() if name == "method"}  # the link has the query
+            path, how = link.path and f"/{link.path.lstrip('/')}?{link.query}", {}  # a link is followed by GET
 
     @cached_property
     def address(self) -> str:
-        """The address of the Resource Manager: of the public cloud, or of the one that `ARM_CLOUD_METADATA_URL`
-        describes."""
+        """The address of the Resource Manager, of the cloud that the SDK takes, too: the one that
+        `AZUREML_CURRENT_CLOUD` names, or that `ARM_CLOUD_METADATA_URL` describes; else the public one."""
         import requests
 
+        if named := CLOUDS.get(os.environ.get("AZUREML_CURRENT_CLOUD", "")):
+            return named
         if metadata := os.environ.get("ARM_CLOUD_METADATA_URL"):
             clouds = requests.get(metadata, timeout=CONNECT_SECONDS).json()
             addresses = (cloud["resourceManager"].rstrip("/") for cloud in clouds)

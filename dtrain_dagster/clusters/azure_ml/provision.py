@@ -193,7 +193,7 @@ class Provisioner:
     def _get(self, choice: SkuChoice, there: Compute | None, node_count: int, note: Any) -> int | SkuRefusal:
         """Make or reuse this compute; return the nodes that it may grow to, or the refusal."""
         name = compute_name(self.options.cluster_name, choice)
-        if there is None and (seen := self.settled(name)) is not None:  # lists lag: it may have been made just now
+        if (seen := self.settled(name)) is not None:  # lists lag, by as long as the choices before this one took
             there = seen if seen.tags.get(CLUSTER_TAG) == self.options.cluster_name else None
         turn = 0
         while True:

@@ -25,7 +25,7 @@ from dtrain_dagster.clusters.azure_ml.jobs import (
     parse_time,
 )
 from dtrain_dagster.clusters.azure_ml.manager import AzureMLClusterManager, busy, refuse_secrets
-from dtrain_dagster.clusters.azure_ml.provision import describe_compute, read_compute
+from dtrain_dagster.clusters.azure_ml.provision import CLUSTER_TAG, Compute, Provisioner, describe_compute, read_compute
 from dtrain_dagster.clusters.azure_ml.sku_chain import (
     DEFAULT_CHAIN,
     DEFAULT_CHAINS,
@@ -382,9 +382,20 @@ def test_a_job_is_unknown_since_the_first_of_the_looks_that_did_not_find_it(
     assert note_look(since, is_missing, now, asked_at, PATIENCE) == after
 
 
-def test_pages_are_asked_for_at_one_address_whatever_their_links_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("link", "path", "version"),
+    [
+        ("https://elsewhere.example:443/b?api-version=2&$skip=a%20b", "/b?api-version=2&$skip=a%20b", ""),
+        ("https://management.azure.com/b?$skip=10", "/b?$skip=10", "1"),
+        ("@elsewhere.example/b?api-version=2", "/@elsewhere.example/b?api-version=2", ""),
+    ],
+)
+def test_pages_are_asked_for_at_one_address_whatever_their_links_say(
+    link: str, path: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the SDK follows links: by GET, and with a version of the interface."""
     service, asked = Service(options()), list[Any]()
-    links = iter(["https://elsewhere.example:443/b?api-version=2&$skip=a%20b", None])
+    links = iter([link, None])
 
     def read(what: str, path: str, version: str = "1", **how: str) -> dict[str, Any]:
         asked.append((path, version, how))
@@ -392,9 +403,50 @@ def test_pages_are_asked_for_at_one_address_whatever_their_links_say(monkeypatch
 
     monkeypatch.setattr(service, "read", read)
     assert list(service.read_all("list", "/a", "1", method="POST", tag="t")) == [1, 2]
-    assert asked == [
-        ("/a", "1", {"method": "POST", "tag": "t"}), ("/b?api-version=2&$skip=a%20b", "", {"method": "POST"}),
-    ]  # fmt: skip
+    assert asked == [("/a", "1", {"method": "POST", "tag": "t"}), (path, version, {})]
+
+
+@pytest.mark.parametrize(
+    ("cloud", "address"),
+    [
+        ("", "https://management.azure.com"),
+        ("AzureCloud", "https://management.azure.com"),
+        ("AzureUSGovernment", "https://management.usgovcloudapi.net"),
+        ("AzureChinaCloud", "https://management.chinacloudapi.cn"),
+    ],
+)
+def test_documents_are_read_in_the_cloud_in_which_the_sdk_changes_them(
+    cloud: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("azure.ai.ml")
+    from azure.ai.ml._azure_environments import _get_base_url_from_metadata
+
+    monkeypatch.delenv("ARM_CLOUD_METADATA_URL", raising=False)
+    monkeypatch.delenv("AZUREML_CURRENT_CLOUD", raising=False)
+    if cloud:
+        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", cloud)
+    assert Service(options()).address == address == _get_base_url_from_metadata()
+
+
+def test_a_compute_is_judged_as_it_is_and_not_as_it_was_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list was asked for before the choices that come first, which may take minutes."""
+    provisioner, deleted = Provisioner(Service(options()), AuditLog(tmp_path)), list[str]()
+    choice = SkuChoice(sku="Standard_NC40ads_H100_v5", tier="spot")
+    name = compute_name("dtrain", choice)
+    sent = {"vmSize": choice.sku, "vmPriority": "LowPriority", "enableNodePublicIp": False}
+    sent |= {"scaleSettings": {"maxNodeCount": 2, "nodeIdleTimeBeforeScaleDown": "PT10M"}}
+
+    def shown(*errors: Any) -> Compute:
+        properties = {"provisioningState": "Succeeded", "properties": sent | {"errors": errors}}
+        return read_compute({"name": name, "tags": {CLUSTER_TAG: "dtrain"}, "properties": properties})
+
+    never = {"error": {"code": "UnsupportedVMSizeForLowPriority", "message": "it never gets nodes"}}
+    monkeypatch.setattr(provisioner, "settled", lambda *_: shown(never))
+    monkeypatch.setattr(provisioner, "nodes", lambda name: [])
+    monkeypatch.setattr(provisioner, "delete", deleted.append)
+    found = provisioner._get(choice, shown(), 2, lambda *_: None)
+    assert getattr(found, "code", found) == "UnsupportedVMSizeForLowPriority"
+    assert deleted == [name]
 
 
 class TestOrphans:
