@@ -31,6 +31,7 @@ from dtrain_dagster.clusters.base import OWNER, ClusterConfig, GPUClusterManager
 from dtrain_dagster.clusters.notices import was_told
 from dtrain_dagster.clusters.resume_advice import how_to_go_on
 from dtrain_dagster.costs.ceilings import CeilingError, Stand
+from dtrain_dagster.costs.money import usd
 from dtrain_dagster.jobs.progress import JOB_TAG
 from dtrain_dagster.jobs.spending import SpendingBook, Wanted
 from dtrain_dagster.resources import GPUClusterResource, ProjectResource
@@ -60,13 +61,15 @@ class ClusterRun:
 
     # Spending
 
-    def refuse_excess(self, wanted: Wanted) -> None:
-        """Raise `dagster.Failure`, and tell people, where a start would exceed the ceiling, or that cannot be told."""
+    def refuse_excess(self, wanted: Wanted) -> float | None:
+        """Return the dollars that the ceiling leaves for a start; None without a ceiling. Raise `dagster.Failure`, and
+        tell people, where it would be exceeded, or that cannot be told."""
         with self._telling_refusals():
             stand = self._book().judge(wanted)
             self._log_stand(stand)
             if stand is not None and (refusal := stand.refusal):
                 raise CeilingError(refusal)
+        return None if stand is None else usd(stand.left)
 
     @contextmanager
     def promising(self, wanted: Wanted) -> Iterator[None]:

@@ -136,7 +136,8 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
     estimate = estimate_forecast(forecast, planned.price, planned.tier, planned.node_count)
     if said := explain_excess(estimate, limits):
         raise run.refuse_plan(nodes_of(planned), said, remedies(table, planned, forecast))
-    run.refuse_excess(wanted_of(planned, min(estimate.usd.expected, config.stop_at_usd or math.inf)))
+    usd = min(estimate.usd.expected, config.stop_at_usd or math.inf)
+    run.refuse_excess(Wanted(f"the training {planned.fingerprint}", usd))
     if table.cheapest and table.cheapest.usd.expected < estimate.usd.expected:
         log.info(f"cheaper would be {table.cheapest.text} (DTRAIN_GPU_TYPE, DTRAIN_TIER, DTRAIN_NODES)")
     plan = assemble_plan(planned, forecast, estimate, limits, config.stop_at_usd, pace.charges)
@@ -152,11 +153,6 @@ def plan_training(run: ClusterRun, config: PlanOptions, planned: PlannedJob, reg
         data_version=dg.DataVersion(plan.fingerprint),
         metadata=fit_page(plan_page(run, plan, table, forecast, pace)),
     )
-
-
-def wanted_of(planned: PlannedJob, usd: float) -> Wanted:
-    """Return a planned training, or its probe, as a start that may cost so many dollars."""
-    return Wanted(f"the training {planned.fingerprint}", usd)
 
 
 def nodes_of(planned: PlannedJob) -> str:
@@ -208,13 +204,11 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
     _, left, is_due = prepare_probe(run, config, planned, limits)
     if is_due:
         hourly = count * planned.price.usd_per_hour(planned.tier)
-        most = "" if left is None else f", for {dollars(left / 3600 / count * hourly)} at most"
+        bound = "" if left is None else f", for {dollars(left / 3600 / count * hourly)} at most"
         tell(
-            f"a probe is run first on {nodes_of(planned)}, at {dollars(hourly)} an hour{most}; it counts against "
+            f"a probe is run first on {nodes_of(planned)}, at {dollars(hourly)} an hour{bound}; it counts against "
             "budget_usd and stop_at_usd and is billed with the training"
         )
-    least = estimate_cost(LEAST_SECONDS, planned.price, planned.tier, count).usd.expected
-    run.refuse_excess(wanted_of(planned, least if is_due else 0.0))
     got = run.provision(cluster.sku, count)
     price, tier = price_of(got.gpu_type), tier_of(got.tier or cluster.first_tier)
     price.usd_per_hour(tier)  # the probe runs on them: nodes without a price are refused before
@@ -225,14 +219,16 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
     if forecast is not None and knows(forecast, count):
         return Pace(planned=planned, forecast=forecast)
     mark, left, is_due = prepare_probe(run, config, planned, limits)
+    nodes = RunDir(f"{jobs_uri}/{probe_id(mark, count)}").nodes()  # of a try before, which counts in its limit
+    most = None if left is None else left + sum(node.seconds(node.last_seen_at or node.started_at) for node in nodes)
     learned, command = history.learned("probe"), planned.script.command if planned.script else None
     env = cluster.node_env(run.project)
     try:
         with run.queueing():
-            forecast = forecast_from_probe(manager, planned.job, sizes, count, mark, env, learned, tell, left, command)
+            forecast = forecast_from_probe(manager, planned.job, sizes, count, mark, env, learned, tell, most, command)
     except BudgetSpentError as error:
-        most = dollars((left or 0.0) / 3600 * price.usd_per_hour(tier))
-        said = f"the probe reached the limit of {most}: {error}"
+        usd = dollars((left or 0.0) / 3600 * price.usd_per_hour(tier))
+        said = f"the probe reached the limit of {usd}, which its limits and the ceiling on spending leave it: {error}"
         raise run.refuse_plan(nodes_of(planned), said) from error
     if is_due:
         run.leave_queue(got)
@@ -244,18 +240,22 @@ def measure_pace(run: ClusterRun, config: PlanOptions, planned: PlannedJob, hist
 def prepare_probe(
     run: ClusterRun, config: PlanOptions, planned: PlannedJob, limits: Limits
 ) -> tuple[str, float | None, bool]:
-    """Return the mark of the probe on the planned nodes, the node-seconds that the limits leave for it (None: any), and
-    whether it is still to be run. Raise `dagster.Failure` where no probe fits into what is left."""
-    count, jobs_uri = planned.node_count, run.project.jobs_uri
-    mark = planned.pace + hardware_mark(run.cluster, planned.price.sku)
-    job_id = probe_id(mark, count)
+    """Return the mark of the probe on the planned nodes, the node-seconds that the limits and the ceiling leave for it
+    (None: any), and whether it is still to be run. Raise `dagster.Failure` where no probe fits into what is left."""
+    count, jobs_uri, price, tier = planned.node_count, run.project.jobs_uri, planned.price, planned.tier
+    mark = planned.pace + hardware_mark(run.cluster, price.sku)
+    job_id, each = probe_id(mark, count), price.usd_per_hour(tier)
     charges = unpaid_charges(run.manager, jobs_uri, [job_id])
-    left = left_node_seconds(limits, config.stop_at_usd, charges, planned.price, planned.tier, count)
+    left = left_node_seconds(limits, config.stop_at_usd, charges, price, tier, count)
     is_due = not has_succeeded(RunDir(f"{jobs_uri}/{job_id}"))
+    least = estimate_cost(LEAST_SECONDS, price, tier, count).usd.expected if is_due else 0.0
+    room = run.refuse_excess(Wanted(job_id, least))
+    if room is not None and room < count * each:  # beyond, an hour counts while it runs, as of all without a limit
+        left = min(room / each * 3600, math.inf if left is None else left)
     if is_due and left is not None and left < LEAST_SECONDS.low * count:
         said = (
-            f"budget_usd, stop_at_usd or deadline_hours leave {left:.1f} node-seconds for its probe, which takes "
-            f"{LEAST_SECONDS.low:g} s of each node at least"
+            f"budget_usd, stop_at_usd, deadline_hours or the ceiling leave {left:.1f} node-seconds for its probe, "
+            f"which takes {LEAST_SECONDS.low:g} s of each node at least"
         )
         raise run.refuse_plan(nodes_of(planned), said)
     return mark, left, is_due

@@ -120,6 +120,11 @@ class Stand:
         return self.spent + self.promised + self.wanted
 
     @property
+    def left(self) -> int:
+        """Return what the start may cost."""
+        return self.limit - self.spent - self.promised
+
+    @property
     def by(self) -> dict[str, int]:
         """Return the jobs that cost the most, and how much."""
         ordered = sorted(self.spending, key=lambda item: (-item.units, item.name))

@@ -410,12 +410,12 @@ def forecast_from_probe(
     env: dict[str, str],
     learned: LearnedCorrection,
     tell: Callable[[str], object] = lambda sentence: None,
-    left: float | None = None,
+    most: float | None = None,
     command: tuple[str, ...] | None = None,
 ) -> Forecast:
     """Return the forecast from a probe on so many nodes, run now or read from before. ``tell`` is called with a
-    sentence that says which; ``left``: the node-seconds that it may take, None for any. ``command``: of a script that
-    trains. Raise `BudgetSpentError` where the probe came to that limit, and as `run_probe` does."""
+    sentence that says which; ``most``: the node-seconds that it may take in all tries, None for any. ``command``: of a
+    script that trains. Raise `BudgetSpentError` where the probe came to that limit, and as `run_probe` does."""
     short = probe_job(job, job.run_dir.rpartition("/")[0], mark, node_count, sizes)
     rundir, reused = RunDir(short.run_dir), ""
     if has_succeeded(rundir):
@@ -423,7 +423,7 @@ def forecast_from_probe(
         reused = ", measured before and reused: nothing that matters to it has changed since"
     else:
         tell(f"probing on {node_count} node(s): job {short.job_id}")
-        bounded = replace(short, training=replace(short.training, max_node_seconds=left))
+        bounded = replace(short, training=replace(short.training, max_node_seconds=most))
         run_probe(manager, bounded, node_count, sizes.processes_per_node, env, tell, command)
     done = rundir.read_job().training  # an earlier probe may have had more steps
     took = read_measured(list(rundir.events()), rundir.nodes(), node_count, done.global_batch_size, bool(sizes.cores))

@@ -365,7 +365,7 @@ def measure_trial(
         dict(env),
         LearnedCorrection(),
         told,
-        left=most,
+        most=most,
         command=command,
     )
     usage = [item for job_id in found.rests_on for item in manager.node_usage(job_id)]

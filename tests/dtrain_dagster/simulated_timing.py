@@ -46,7 +46,6 @@ class Simulation:
     stall: float = 0.0
     cores: int = 0
     """Of the one machine of all ranks; 0: the trainer is an older one that tells nothing of cores."""
-    """Seconds more for every step while a write is under way."""
 
     def events(self) -> list[dict[str, Any]]:
         chance = random.Random(self.seed)

@@ -7,11 +7,12 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import dagster as dg
 import pytest
 
+from dtrain_dagster.assets import planning
 from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.training import refuse_dearer_nodes, wanted_by_plan
 from dtrain_dagster.clusters.base import ClusterConfig
@@ -20,8 +21,13 @@ from dtrain_dagster.costs.estimate import Forecast, Interval, Measured, Sizes, e
 from dtrain_dagster.costs.plan import TrainingPlan
 from dtrain_dagster.costs.prices import price_of
 from dtrain_dagster.jobs.spending import open_book
+from dtrain_dagster.planning.build_plan import Limits
+from dtrain_dagster.planning.evidence import History
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.settings.environment import Settings
+from tests.dtrain_dagster.planning.planned_nodes import planned_on
+from trainer.documents.presences import NodePresence
+from trainer.rundir import LAUNCH, STATUS, RunDir
 
 V100 = price_of("Standard_NC6s_v3")
 SIZES = Sizes(
@@ -117,3 +123,45 @@ def test_on_azure_the_first_of_its_tiers_is_priced(tmp_path: Path, monkeypatch: 
     on_azure = cluster.model_copy(update={"kind": "azure_ml", "azure": {"tiers": ["dedicated", "low_priority"]}})
     assert on_azure.first_tier == "dedicated"  # type: ignore[attr-defined]
     assert cluster.model_copy(update={"kind": "azure_ml"}).first_tier == "dedicated"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "stop_at_usd", "left"),
+    [
+        (None, 0.0, None),
+        ("100", 0.0, None),  # an hour of its nodes fits
+        ("3.06", 0.0, 3600.0),
+        ("3.06", 1.53, 1800.0),
+        ("1.53", 3.06, 1800.0),
+        ("0.001", 0.0, "this start adds $0.0085"),  # five seconds of two nodes
+        ("3.06", 0.004, "leave 4.7 node-seconds for its probe"),
+    ],
+)
+def test_a_probe_is_stopped_by_what_the_ceiling_leaves(
+    tmp_path: Path, ceiling: str | None, stop_at_usd: float, left: float | str | None
+):
+    write_ceiling(tmp_path, None if ceiling is None else Decimal(ceiling))
+    planned, config = planned_on(V100, 2, kind="local"), cast(Any, SimpleNamespace(stop_at_usd=stop_at_usd))
+    refused = pytest.raises(dg.Failure, match=re.escape(left)) if isinstance(left, str) else nullcontext()
+    with refused:
+        found = planning.prepare_probe(run_in(tmp_path), config, planned, Limits())
+        assert found == ("", left if left is None else pytest.approx(left), True)
+
+
+def test_what_a_probe_has_taken_before_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rundir = RunDir(f"{tmp_path}/storage/jobs/probe--2n")
+    rundir.write_json(LAUNCH, {"job_id": "probe--2n", "launch": 1, "node_count": 2, "engine": "local", "sku": V100.sku})
+    rundir.write_json(STATUS, {"state": "failed", "message": "", "started_at": 1e9, "ended_at": 1e9 + 600, "pid": 1})
+    for node in range(2):
+        rundir.write_node(NodePresence(node_id=node, launch=1, incarnation=1, started_at=1e9, ended_at=1e9 + 600))
+    asked: list[Any] = []
+
+    def probe(*args: Any) -> Forecast:
+        asked.append(args[-2])
+        return FORECAST
+
+    monkeypatch.setattr(planning, "forecast_from_probe", probe)
+    config: Any = SimpleNamespace(stop_at_usd=1.53, probe=True)  # 1800 node-seconds, of which 1200 were taken
+    history = History(sku=V100.sku, runs=(), scores=())
+    planning.measure_pace(run_in(tmp_path), config, planned_on(V100, 2, kind="local"), history, Limits())
+    assert asked == [pytest.approx(1800.0)]
