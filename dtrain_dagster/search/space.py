@@ -244,7 +244,8 @@ def _check_field(field: str, base: JobConfig, source: str) -> None:
     if section in PARTS and getattr(base, section) is None:
         raise SpaceError(f"{where}: the job has no {section} of its own; give it one that the search can begin from")
     is_argument = rest.startswith("args.") and rest.count(".") == 1 and rest != "args."
-    if section == "training" or (section in PARTS and (rest == "factory" or is_argument)):
+    is_setting = section == "training" and "." not in rest
+    if is_setting or (section in PARTS and (rest == "factory" or is_argument)):
         return
     if section == "dataset" and is_argument and base.dataset.factory is not None:
         return

@@ -62,6 +62,8 @@ class TestWhatIsRefused:
         [
             ("training.learning_rat", "did you mean training.learning_rate?"),
             ("learning_rate", "did you mean training.learning_rate?"),
+            ("training.learning_rate.low", "did you mean training.learning_rate?"),
+            ("training.none.none", "fields are training.NAME"),
             ("model.factori", "did you mean model.factory?"),
             ("training.world_size", "says how a job runs"),
             ("run_dir", "fields are training.NAME"),
