@@ -98,7 +98,8 @@ class Look:
         self.jobs = sorted((item for item in jobs if not item.state.is_final), key=rank)
         settled = settled_units + sum(item.paid_units for item in jobs if item.state.is_final)
         self.unspent_units = limits.budget_units - settled - sum(item.paid_units for item in self.jobs)
-        self.free_units = limits.budget_units - settled - sum(item.grant_units for item in self.jobs)
+        promised = sum(max(item.grant_units, item.paid_units) for item in self.jobs)  # nodes may stop too late
+        self.free_units = limits.budget_units - settled - promised
         """Dollars that nobody was promised, or needs to its end; below 0 where they need more than there are."""
         self.decisions: list[Decision] = []
         self.waits: dict[str, str] = {}

@@ -138,6 +138,8 @@ class FleetFile(BaseModel):
         """Put the defaults into every job; those of ``set`` field by field."""
         if not isinstance(data, dict) or not isinstance(data.get("jobs"), list):
             return data
+        if "slice_seconds" in data:  # else the remedy would be a name that is nearly the same
+            raise ValueError("slice_seconds is no longer a setting: each job is promised the dollars to its end")
         defaults = data.get("defaults") or {}
         if not isinstance(defaults, dict):
             return data

@@ -16,7 +16,7 @@ from dtrain_dagster.fleet.jobs import FleetLimits, FleetState, Standing
 from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.scheduling import Look
 from dtrain_dagster.jobs.view import JobFollower, JobView
-from dtrain_dagster.planning.projection import time_left
+from dtrain_dagster.planning.projection import COUNTS_FROM_REPORTS, time_left
 from trainer.documents.events import EvaluationEvent, read_events
 from trainer.documents.presences import stale_seconds
 from trainer.errors import DamagedError
@@ -44,11 +44,15 @@ class Followed(JobFollower):
         return tuple(self.judged[step] for step in sorted(self.judged))
 
     def stands(self, standing: Standing, now: float) -> Standing:
-        """Return how the job stands, with what it has told since it was given its nodes last."""
+        """Return how the job stands, with what it has told since it was given its nodes last. The first report, with
+        a step many times as long as others, is not believed: what is promised is not taken back before the end."""
         reports, launched_at = self.view.reports, standing.launched_at
         if not reports or launched_at is None or reports[-1][0] < launched_at:
             return standing
-        if (left := time_left(self.view, None, now)) is not None:
+        left = time_left(self.view, None, now) if len(reports) >= COUNTS_FROM_REPORTS else None
+        if self.view.finish_began is not None:
+            standing = replace(standing, left_node_seconds=0.0)
+        elif left is not None:
             standing = replace(standing, left_node_seconds=left.seconds * standing.job.nodes)
         return replace(standing, is_training=True)
 
@@ -152,7 +156,8 @@ class FleetWatch:
                     )
             except (DamagedError, OSError) as error:
                 why = str(error)
-        is_known = not state.is_final and (standing.is_training or not state.has_nodes)
+        trains = standing.is_training and told.finish_began is None  # nobody knows how long its finish takes
+        is_known = not state.is_final and (trains or not state.has_nodes)
         row = FleetRow(
             job_id=job_id,
             state=state,

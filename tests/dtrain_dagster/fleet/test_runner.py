@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told_events import START, told, write_run
+from told_events import START, event, told, write_run
 
 from dtrain_dagster.clusters.managers import LocalClusterManager
 from dtrain_dagster.costs.money import USD
@@ -180,6 +180,25 @@ def test_why_a_job_waits_follows_from_what_those_that_run_have_told(tmp_path: Pa
     assert watch.view(START).jobs[1].why == "waits: the rest of the budget is needed by jobs ahead of it"
     rundir.append_events(1, 0, 2, told(20))
     assert watch.view(START + 30.0).jobs[1].why == "waits: it needs 2 nodes, and 1 is free"
+
+
+def test_the_speed_of_a_job_is_believed_from_its_third_report_and_not_while_it_finishes(tmp_path: Path):
+    """The first step of a training takes many times as long as others, and promises are not taken back."""
+    records = FleetRecords(tmp_path, "small")
+    records.write_limits(replace(LIMITS, budget_usd=10.0, usd_per_node_hour=3.6), START)
+    runs = records.add(job_of(tmp_path, "runs", 3000.0), 0)
+    records.keep(replace(runs, state=FleetState.RUNNING, nodes=1, grant_units=USD, launches=1, launched_at=START - 1.0))
+    watch = FleetWatch(records)
+    rundir = write_run(tmp_path / "storage" / "jobs", "runs", [])
+    reports = [item | ({"step_seconds": 12.0} if item["step"] == 5 else {}) for item in told(3)]
+    for number in range(3):
+        rundir.append_events(1, 0, number + 2, [item for item in reports if item["step"] == 5 * (number + 1)])
+        expected = 3000.0 if number < 2 else 0.2 * (10_000 - 15)
+        assert watch.view(START + number).jobs[0].seconds_left == pytest.approx(expected, rel=0.01)
+    rundir.append_events(1, 0, 5, [event("finish", START + 9.0, stage="test split")])
+    assert watch.view(START + 60.0).jobs[0].seconds_left is None
+    [standing] = records.standings()
+    assert watch._followers["runs"].stands(standing, START + 60.0).left_node_seconds == 0.0
 
 
 class _KilledError(BaseException):

@@ -168,6 +168,12 @@ def test_no_job_begins_with_dollars_that_those_before_it_need():
     assert starts(decided(runs, waiting("b", 1, node_seconds=900.0))) == {"b"}
 
 
+def test_what_nodes_cost_beyond_their_limit_is_promised_to_nobody():
+    over = replace(running("over", grant=100 * CENT), state=FleetState.PAUSING, paid_units=400 * CENT)
+    two = [waiting(name, number, node_seconds=2500.0) for number, name in enumerate("bc", 1)]
+    assert starts(decided(over, *two)) == {"b"}, "6 dollars are left, of which each needs 3.27"
+
+
 def test_a_job_is_promised_all_dollars_to_its_end_and_more_where_it_takes_longer():
     [start] = decided(waiting("a", node_seconds=5000.0))
     assert start.grant_units == LIMITS.units_of(10 + 10 + 1.3 * 5000), "a margin, a start, and a deviation more"

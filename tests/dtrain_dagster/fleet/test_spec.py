@@ -31,6 +31,7 @@ def test_defaults_fill_what_a_job_does_not_say_itself():
     ("change", "said"),
     [
         ({"budget_usd": 0}, "f.yaml: budget_usd = 0: it should be greater than 0"),
+        ({"slice_seconds": 60}, "f.yaml: slice_seconds is no longer a setting"),
         ({"budget": 3}, "f.yaml: budget is not a setting: did you mean budget_usd?"),
         ({"jobs": []}, "f.yaml: jobs = []: it should have at least 1 item"),
         ({"jobs": [{"name": "a"}, {"name": "a"}]}, "jobs.1.name: 'a' is the name of jobs.0 already"),
