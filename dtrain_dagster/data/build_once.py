@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,30 +144,52 @@ def shard_entry(folder: Path, name: str, rows: int) -> dict[str, Any]:
     return {"path": name, "rows": rows, "bytes": path.stat().st_size, "sha256": digest_files([path])[0]}
 
 
-def write_table_shards(
-    folder: Path, split: str, schema: pa.Schema, tables: Iterable[pa.Table], most_rows: int
-) -> list[dict[str, Any]]:
-    """Write the rows of one split of a table; return the entries of its shards. Each has ``most_rows`` rows, or up to a
-    row group more."""
-    import pyarrow.parquet as pq
+class TableShards:
+    """The shards of one split of a table, written as rows come."""
 
-    shards: list[dict[str, Any]] = []
-    parts = (part for table in tables for part in _slices(table, most_rows))
-    for first in parts:
-        name, rows = f"data/{split}-{len(shards):05d}.parquet", 0
-        with pq.ParquetWriter(folder / name, schema, compression="zstd") as writer:
-            for part in chain([first], parts):
-                writer.write_table(part, row_group_size=GROUP_ROWS)
-                rows += len(part)
-                if rows >= most_rows:
-                    break
-        shards.append(shard_entry(folder, name, rows) | {"split": split})
-    return shards
+    def __init__(self, folder: Path, split: str, schema: pa.Schema, most_rows: int) -> None:
+        self.folder, self.split, self.schema, self.most_rows = folder, split, schema, most_rows
+        self.shards: list[dict[str, Any]] = []
+        self._waiting: list[pa.Table] = []
+        self._writer: Any = None
+        self._rows = 0
 
+    def add(self, table: pa.Table) -> None:
+        """Append rows, which are written once there are enough for a row group."""
+        self._waiting.append(table)
+        if sum(len(part) for part in self._waiting) >= min(GROUP_ROWS, self.most_rows - self._rows):
+            self._write()
 
-def _slices(table: pa.Table, most_rows: int) -> Iterator[pa.Table]:
-    for start in range(0, len(table), most_rows):
-        yield table.slice(start, most_rows)
+    def close(self) -> list[dict[str, Any]]:
+        """Write what is left, and return the entries of the shards."""
+        self._write()
+        self._finish()
+        return self.shards
+
+    @property
+    def _name(self) -> str:
+        return f"data/{self.split}-{len(self.shards):05d}.parquet"
+
+    def _write(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self._waiting:
+            return
+        table = pa.concat_tables(self._waiting)
+        self._waiting = []
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self.folder / self._name, self.schema, compression="zstd")
+        self._writer.write_table(table, row_group_size=GROUP_ROWS)
+        self._rows += len(table)
+        if self._rows >= self.most_rows:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self.shards.append(shard_entry(self.folder, self._name, self._rows) | {"split": self.split})
+            self._writer, self._rows = None, 0
 
 
 _PARALLEL = 4
@@ -207,11 +228,15 @@ def publish_dataset(uri: str, dataset_id: str, shared_uri: str) -> tuple[str, in
         path, name = _shard_path(uri, shard), shard["path"]
         if path.name in there and target.size(name) == shard["bytes"]:
             return 0
-        if digest_files([path]) != [shard["sha256"]]:
-            raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
-        with open(path, "rb") as file, target.stream(name) as copied:
-            shutil.copyfileobj(file, copied, 1 << 20)
-        return path.stat().st_size
+        if not path.exists():
+            raise DataError(f"{path} is missing; delete {uri} and rebuild the dataset")
+        with open(path, "rb") as file:  # once, so that what was verified is what is copied
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                raise DataError(f"{path} does not match its manifest; delete {uri} and rebuild the dataset")
+            file.seek(0)
+            with target.stream(name) as copied:
+                shutil.copyfileobj(file, copied, 1 << 20)
+            return file.tell()
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
         copied = sum(pool.map(copy, manifest["shards"]))

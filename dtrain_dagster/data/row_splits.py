@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SPLIT_NAMES = {
-    **dict.fromkeys(("train", "training"), 0),
-    **dict.fromkeys(("valid", "val", "validation", "dev", "development"), 1),
-    **dict.fromkeys(("test", "testing", "holdout", "hold-out", "hold_out"), 2),
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "val", "validation", "dev", "development"), "valid"),
+    **dict.fromkeys(("test", "testing", "holdout", "hold-out", "hold_out"), "test"),
 }
-"""The names of splits, in small letters, and their places in `SPLITS`."""
+"""The names of splits, in small letters."""
 MOST_NAMES = 10
 """The most different values of a column that names splits. One with more says whose rows stay together."""
 _SCALE = 2.0**-64
@@ -56,12 +56,7 @@ class RowParams:
             )
 
 
-def named_split(name: str | None) -> int | None:
-    """Return the place in `SPLITS` that a name stands for; None for another. Pure."""
-    return None if name is None else SPLIT_NAMES.get(name.strip().lower())
-
-
-def hashed_shares(values: Sequence[str | None], seed: int) -> NDArray[np.float64]:
+def hashed_shares(values: Sequence[str], seed: int) -> NDArray[np.float64]:
     """Return a number in [0, 1) for each value, the same for equal values. Pure."""
     import numpy as np
 

@@ -1,24 +1,23 @@
-"""What the columns of a table are for a training: numbers and categories, what rows say of them, and what is stored.
+"""What the columns of a table are for a training: numbers, categories, the target and its classes.
 
-What is learned of a column is one query of the table `rows` that `dtrain_dagster.data.learned_table` loads: ``n``, the
-number of a row, ``split``, its place in `SPLITS`, and a column for each feature, numbers in double precision.
+Decisions, and what is learned of a column from its rows, belong here. Reading and writing files is
+`dtrain_dagster.data.rows`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from dtrain_dagster.data.errors import DataError
-from trainer.model.raw_rows import date_category, date_days, date_number
+from dtrain_dagster.data.ticker_rows import Moments
+from trainer.model.raw_rows import date_category, date_number
 from trainer.spec import BINARY, DATE_CATEGORIES, DATE_NUMBERS, MULTICLASS, REGRESSION
 
 if TYPE_CHECKING:
-    import duckdb
     import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
@@ -37,16 +36,16 @@ MERGED_SHARE = 0.02
 some 10 million numbers within a deviation of the mean; with logarithms of a deviation of 3, one in a hundred."""
 ID_SHARE, ID_ROWS = 0.95, 20
 """The share of different values of a column that looks like an identifier, and the rows that it has at least."""
-_NOTHING = (
-    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA",
-    "NULL", "NaN", "None", "n/a", "nan", "null",
-)  # fmt: skip
+NOTHING = frozenset((
+    None, "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A",
+    "NA", "NULL", "NaN", "None", "n/a", "nan", "null",
+))  # fmt: skip
 """What is no value of a category: the words that pandas reads from a CSV file as missing. It would do so with the rows
 that a model is asked about, too."""
 DATE_UNIT = "days since 1970-01-01"
 """What a date counts as; one with a zone in UTC."""
-_WORDS = ", ".join(f"'{word}'" for word in _NOTHING)
-_COUNTS = "count(*) - count(x), count(*) FILTER (x IS NULL AND split = 0), count(x) FILTER (split = 0)"
+_UNITS = {"s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
+"""The units of a day."""
 LARGEST = float(2**127)
 """The largest number that is taken: its square has a double, and it has a float."""
 
@@ -86,22 +85,21 @@ def date_parts(column: pa.Array) -> dict[str, pa.Array]:
     """Return the parts of dates (`trainer.spec`) as columns of their own: numbers, and categories as text."""
     import pyarrow as pa
 
-    dates = _dates_of(column)
+    dates = dates_of(column)
     numbers = {part: pa.array(date_number(dates, part)) for part in DATE_NUMBERS}
     return numbers | {part: pa.array(date_category(dates, part), pa.string()) for part in DATE_CATEGORIES}
 
 
-def _dates_of(column: pa.Array) -> NDArray[np.datetime64]:
+def dates_of(column: pa.Array) -> NDArray[np.datetime64]:
     """Return dates (n,), one with a zone in UTC, NaT where they are missing."""
-    dates: NDArray[np.datetime64] = plain_values(column).to_numpy(zero_copy_only=False)
+    import numpy as np
+    import pyarrow as pa
+
+    kind, (values, gone) = _plain(column.type), exact_numbers(column)
+    unit = "D" if pa.types.is_date32(kind) else "ms" if pa.types.is_date64(kind) else kind.unit
+    dates = values.astype(f"datetime64[{unit}]")
+    dates[gone] = np.datetime64("NaT")
     return dates
-
-
-def plain_values(column: pa.Array) -> pa.Array:
-    """Return a column, without a dictionary of its values."""
-    import pyarrow.compute as pc
-
-    return pc.cast(column, _plain(column.type))
 
 
 def check_name(name: str) -> None:
@@ -112,17 +110,38 @@ def check_name(name: str) -> None:
         )
 
 
-def numbers_of(column: pa.Array) -> NDArray[np.float64]:
-    """Return the numbers of a column (n,), not a number where they are missing; dates as `DATE_UNIT`."""
+def exact_numbers(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return the numbers of a column (n,) without a loss of digits: whole numbers stay whole, a date is a number of its
+    type's units, a decimal is an object; and which are missing (n,), where the number is 0."""
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_temporal(_plain(column.type)):
-        return date_days(_dates_of(column))
-    numbers: NDArray[np.float64] = pc.cast(plain_values(column), pa.float64(), safe=False).to_numpy(
-        zero_copy_only=False
-    )
-    return numbers
+    column = pc.cast(column, _plain(column.type))
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column)), np.ones(len(column), dtype=bool)
+    gone = pc.is_null(column, nan_is_null=pa.types.is_floating(column.type)).to_numpy(zero_copy_only=False)
+    if pa.types.is_temporal(column.type):
+        column = column.view(pa.int32() if pa.types.is_date32(column.type) else pa.int64())
+    elif pa.types.is_boolean(column.type):
+        column = pc.cast(column, pa.int8())
+    filled = pc.fill_null(column, 0 if pa.types.is_decimal(column.type) else pa.scalar(0, column.type))
+    values = filled.to_numpy(zero_copy_only=False)
+    return np.where(gone, 0, values), np.asarray(gone, dtype=bool)
+
+
+def numbers_of(column: pa.Array) -> NDArray[np.float64]:
+    """Return the numbers of a column (n,), not a number where they are missing; dates as `DATE_UNIT`."""
+    import numpy as np
+    import pyarrow as pa
+
+    kind, (values, gone) = _plain(column.type), exact_numbers(column)
+    if pa.types.is_date64(kind) or pa.types.is_timestamp(kind):
+        unit = _UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
+        numbers = values // unit + (values % unit) / unit
+    else:
+        numbers = values.astype(np.float64)
+    return np.where(gone, np.nan, numbers)
 
 
 def group_of(value: Any) -> str:
@@ -136,13 +155,6 @@ def group_of(value: Any) -> str:
     return str(value)
 
 
-def class_name(value: Any) -> str | None:
-    """Return the name of a class: text as it is, a whole number without its point; None where there is none. Pure."""
-    if value is None or isinstance(value, str):
-        return value or None
-    return str(int(value)) if math.isfinite(value) else None
-
-
 @dataclass(slots=True)
 class Column:
     """A feature, and what is learned of it."""
@@ -150,17 +162,12 @@ class Column:
     name: str
     source: str
     """The column of the table that it is, or is a part of."""
-    key: str
-    """Its name in the loaded table."""
     part: str = ""
     """Which part of a date it is (`trainer.spec`)."""
+    problem: str = ""
+    """Why it cannot be used; further rows are then not looked at."""
     missing: int = 0
     """Rows without a value, in any split."""
-    missing_train: int = 0
-    """Rows of the training split without a value, and those with one."""
-    trained: int = 0
-    problem: str = ""
-    """Why it cannot be used."""
 
     def entry(self) -> dict[str, Any]:
         """Return what the manifest says of it."""
@@ -173,80 +180,50 @@ class NumberColumn(Column):
     """A column of numbers, or a target that is a number."""
 
     unit: str = ""
-    sampled: list[pa.Array] = field(default_factory=list)
-    """Some of its values, at even distances, with all their digits."""
-    first_missing: int | None = None
-    low: float = 0.0
-    high: float = 0.0
+    moments: Moments = field(default_factory=Moments)
+    """Of the training split."""
+    missing_train: int = 0
+    """Rows of the training split without a number."""
+    first_missing: int = -1
+    low: float = math.inf
+    high: float = -math.inf
     """The least and the greatest number in the training split."""
-    mean: float = 0.0
-    """Over the training split, 0 where it has no number."""
-    std: float = 0.0
-    """Standard deviation over the training split, 0 where it does not vary."""
+    sampled: list[pa.Array] = field(default_factory=list)
+    """Some of its values, at even distances."""
 
-    def loaded(self, values: pa.Array, is_sampled: pa.BooleanArray) -> pa.Array:
-        """Return what is loaded of some rows (n,), and keep some of them."""
-        import pyarrow as pa
+    def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int, every: int) -> None:
+        """Add some rows. ``first_row``: the number of the first of them in the table; ``every``: rows from one that is
+        sampled to the next."""
+        import numpy as np
         import pyarrow.compute as pc
 
-        numbers = pa.array(numbers_of(values), from_pandas=True)
-        self.sampled.append(plain_values(values.filter(pc.and_(is_sampled, pc.is_valid(numbers)))))
-        return numbers
-
-    def learn(self, database: duckdb.DuckDBPyConnection) -> None:
-        """Learn it from all rows, and note why it cannot be standardised."""
-        usable, columns = f"split = 0 AND abs(x) <= {LARGEST!r}", f"SELECT n, split, {self.key} AS x FROM rows"
-        found = database.execute(f"""
-            SELECT {_COUNTS}, min(n) FILTER (x IS NULL), coalesce(min(x) FILTER ({usable}), 0),
-                coalesce(max(x) FILTER ({usable}), 0), coalesce(any_value(mean), 0),
-                coalesce(sqrt(favg((x - mean) ** 2) FILTER ({usable})), 0),
-                arg_max(x, abs(x - mean)), arg_max(n, abs(x - mean))
-            FROM ({columns}), (SELECT coalesce(favg(x), 0) AS mean FROM ({columns}) WHERE {usable})
-        """).fetchall()[0]
-        self.missing, self.missing_train, self.trained, self.first_missing, *figures, extreme, row = found
-        self.low, self.high, self.mean, self.std = figures
-        if not self.high > self.low:
-            self.std = 0.0  # whatever the rounding of the mean
-        if extreme is not None and (abs(extreme) > LARGEST or not math.isfinite(self._standardise(extreme))):
-            beside = f" beside a deviation of {self.std:.3g} over the training split" if self.std else ""
-            self.problem = f"has {extreme} in row {row}, counted from 0, which is too large{beside}: correct it"
-        elif self.sampled:
-            self.problem = self._loss()
-
-    def _loss(self) -> str:
-        """Return why numbers become the same where they are standardised; "" where they do not."""
-        import numpy as np
-
-        there, numbers = self.different, np.concatenate([numbers_of(part) for part in self.sampled])
-        left = len(np.unique(self._standardise(numbers)))
-        if not self.high > self.low:
-            if there > 1 == len(np.unique(numbers)):
-                return (
-                    f"has {there:,} different numbers, which are one in double precision, {self.low:.0f}: subtract a "
-                    "constant from it"
-                )
-        elif not (self.std and math.isfinite(1 / self.std)):
-            return (
-                f"varies from {self.low} to {self.high}, which is too little for a deviation in double precision: "
-                "multiply it by a constant"
+        if self.problem:
+            return
+        values = numbers_of(column)
+        gone = np.isnan(values)
+        if gone.any() and not self.missing:
+            self.first_missing = first_row + int(np.flatnonzero(gone)[0])
+        self.missing += int(gone.sum())
+        self.missing_train += int((gone & is_train).sum())
+        large = np.flatnonzero(np.abs(values) > LARGEST)
+        if len(large):
+            self.problem = (
+                f"has {values[large[0]]} in row {first_row + int(large[0])}, counted from 0, which is too large: "
+                "correct it"
             )
-        elif there - left > MERGED_SHARE * there:
-            return (
-                f"has {there:,} different numbers in {len(numbers):,} of its rows, of which {left:,} "
-                f"are left in single precision, standardised by mean {self.mean:.6g} and deviation {self.std:.3g}: "
-                "subtract a constant from whole numbers beyond 2^53, cut off outliers, or take logarithms"
-            )
-        return ""
+            return
+        known = values[~gone & is_train]
+        if len(known):
+            self.low, self.high = min(self.low, float(known.min())), max(self.high, float(known.max()))
+            self.moments.join(Moments.of(known))
+        is_sampled = np.arange(first_row, first_row + len(values)) % every == 0
+        sampled = column.take(np.flatnonzero(is_sampled & ~gone))
+        self.sampled.append(pc.cast(sampled, _plain(sampled.type)))  # a dictionary would be kept as a whole
 
     @property
-    def _values(self) -> set[Any]:
-        """The different numbers that were sampled, with all their digits."""
-        return {value for part in self.sampled for value in part.to_pylist()}
-
-    @property
-    def different(self) -> int:
-        """How many different numbers were sampled."""
-        return len(self._values)
+    def has_values(self) -> bool:
+        """Whether the training split has any."""
+        return self.moments.count > 0
 
     @property
     def varies(self) -> bool:
@@ -257,9 +234,19 @@ class NumberColumn(Column):
     def is_like_id(self) -> bool:
         """Return whether it has another whole number in nearly every row, as an identifier does. Of those that were
         sampled all may differ by chance, unless the range has room for as many."""
-        has_room = self.high - self.low + 1 >= ID_SHARE * self.trained
-        is_whole = has_room and all(value == int(value) for value in self._values)
-        return is_whole and is_like_id(self.different, sum(map(len, self.sampled)))
+        has_room, different = self.high - self.low + 1 >= ID_SHARE * self.moments.count, self._different()
+        is_whole = has_room and all(value == int(value) for value in different)
+        return is_whole and is_like_id(len(different), sum(map(len, self.sampled)))
+
+    @property
+    def mean(self) -> float:
+        """Return the mean over the training split, 0 where it has no number."""
+        return float(self.moments.mean)
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation over the training split, 0 where it does not vary."""
+        return float(self.moments.mean_std()[1]) if self.high > self.low else 0.0
 
     def entry(self) -> dict[str, Any]:
         """See `Column`."""
@@ -267,90 +254,116 @@ class NumberColumn(Column):
         found = {"type": "number", "missing": self.missing_train > 0 and not self.part, **unit}
         return super(NumberColumn, self).entry() | found
 
-    @property
-    def scale(self) -> dict[str, float]:
-        """What the manifest says of its scale: one that varies in what is missing alone has no deviation."""
-        return {"mean": self.mean, "std": self.std or 1.0}
+    def stored(self, column: pa.Array, first_row: int) -> NDArray[np.float32]:
+        """Return what is stored of some rows (n,). Raise `DataError` for a number that is too far from those of the
+        training split."""
+        import numpy as np
 
-    def stored(self, loaded: pa.Array) -> NDArray[np.float32]:
-        """Return what is stored of some loaded rows (n,): deviations from the mean, not a number where one is
-        missing."""
-        return self._standardise(loaded.to_numpy(zero_copy_only=False).astype("float64"))
+        values = numbers_of(column)
+        found = self._standardise(values)
+        if (odd := np.flatnonzero(np.isinf(found))).size:
+            raise DataError(
+                f"the column {self.name!r} has {values[odd[0]]} in row {first_row + int(odd[0])}, counted from 0, and "
+                f"a deviation of {self.std:.3g} over the training split: correct it, or leave the column out "
+                f"(--drop {self.name})"
+            )
+        return found
 
-    def _standardise(self, values: Any) -> Any:
+    def _standardise(self, values: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return numbers in deviations from the mean. Not finite where one is too far off."""
         import numpy as np
 
         with np.errstate(over="ignore"):
-            return np.float32((values - self.mean) / (self.std or 1.0))
+            return ((values - self.mean) / (self.std or 1.0)).astype(np.float32)
+
+    def _different(self) -> set[Any]:
+        """Return the different numbers that were sampled, exactly."""
+        return {value for part in self.sampled for value in exact_numbers(part)[0].tolist()}
+
+    def judge(self) -> None:
+        """Note the problem of a column that would lose its information where it is standardised."""
+        import numpy as np
+
+        if self.problem or not self.sampled:
+            return
+        there, numbers = len(self._different()), np.concatenate([numbers_of(part) for part in self.sampled])
+        if not self.high > self.low:
+            if there > 1 == len(np.unique(numbers)):
+                self.problem = (
+                    f"has {there:,} different numbers, which are one in double precision, {self.low:.0f}: subtract a "
+                    "constant from it"
+                )
+            return
+        if not (math.isfinite(self.std) and math.isfinite(1 / self.std if self.std else math.inf)):
+            self.problem = (
+                f"varies from {self.low} to {self.high}, which is too little for a deviation in double precision: "
+                "multiply it by a constant"
+            )
+            return
+        left = len(np.unique(self._standardise(numbers)))
+        if there - left > MERGED_SHARE * there:
+            self.problem = (
+                f"has {there:,} different numbers in {len(numbers):,} of its rows, of which {left:,} "
+                f"are left in single precision, standardised by mean {self.mean:.6g} and deviation {self.std:.3g}: "
+                "subtract a constant from whole numbers beyond 2^53, cut off outliers, or take logarithms"
+            )
 
 
 @dataclass(slots=True)
 class CategoryColumn(Column):
     """A category, with its values in the training split."""
 
-    values: list[str] = field(default_factory=list)
-    """In their order; none where there are more than `MOST_VALUES`."""
-    different: int = 0
-    """How many values there are."""
+    values: set[str] = field(default_factory=set)
+    trained: int = 0
+    """Rows of the training split, and those of them with a value."""
+    filled: int = 0
 
-    def loaded(self, values: pa.Array, is_sampled: pa.BooleanArray) -> pa.Array:
-        """Return what is loaded of some rows (n,)."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        return pc.cast(plain_values(values), pa.string())
-
-    def learn(self, database: duckdb.DuckDBPyConnection) -> None:
-        """Learn it from all rows, and note why it is no category."""
-        value = f"CASE WHEN {self.key} NOT IN ({_WORDS}) THEN {self.key} END"
-        columns = f"SELECT split, {value} AS x FROM rows"
-        query = f"SELECT {_COUNTS}, count(DISTINCT x) FILTER (split = 0) FROM ({columns})"
-        self.missing, self.missing_train, self.trained, self.different = database.execute(query).fetchall()[0]
-        if self.different > MOST_VALUES:
+    def learn(self, column: pa.Array, is_train: NDArray[np.bool_], first_row: int, every: int) -> None:
+        """Add some rows, as `NumberColumn.learn`."""
+        if self.problem:
+            return
+        values = column.to_pylist()
+        known = [value for value, train in zip(values, is_train, strict=True) if train and value not in NOTHING]
+        self.missing += sum(value in NOTHING for value in values)
+        self.trained, self.filled = self.trained + int(is_train.sum()), self.filled + len(known)
+        self.values.update(known)
+        if len(self.values) > MOST_VALUES:
             like = ", and another in nearly every row, as an identifier does" if self.is_like_id else ""
             self.problem = f"has more than {MOST_VALUES} values{like}, each of which would be an input: group them"
-            return
-        rows = database.execute(f"SELECT DISTINCT x FROM ({columns}) WHERE split = 0 AND x IS NOT NULL").fetchall()
-        self.values = sorted(value for (value,) in rows)
-        if odd := [value for value in self.values if len(value) > 200 or not value.isprintable()]:
+        elif odd := [value for value in self.values if len(value) > 200 or not value.isprintable()]:
             self.problem = (
                 f"has the value {odd[0][:80]!r}, which is longer than 200 characters or not printable: it is no "
                 "category"
             )
 
+    def judge(self) -> None:
+        """Its problems are noted as they are found."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the training split has any."""
+        return bool(self.values)
+
     @property
     def varies(self) -> bool:
         """Whether it tells rows of the training split apart."""
-        return self.different > 1 or (self.different > 0 and self.missing_train > 0)
+        return len(self.values) > 1 or (bool(self.values) and self.filled < self.trained)
 
     @property
     def is_like_id(self) -> bool:
         """Return whether it has another value in nearly every row, as an identifier does."""
-        return is_like_id(self.different, self.trained)
+        return is_like_id(len(self.values), self.filled)
 
     def entry(self) -> dict[str, Any]:
         """See `Column`. The codes of values begin at 1, in their order."""
-        return super(CategoryColumn, self).entry() | {"type": "category", "values": self.values}
+        return super(CategoryColumn, self).entry() | {"type": "category", "values": sorted(self.values)}
 
-    @property
-    def scale(self) -> dict[str, float]:
-        """See `NumberColumn`: it has none."""
-        return {"mean": 0.0, "std": 1.0}
+    def stored(self, column: pa.Array, first_row: int) -> NDArray[np.int32]:
+        """Return the codes of some rows (n,), 0 for what the training split has not."""
+        import numpy as np
 
-    def stored(self, loaded: pa.Array) -> NDArray[np.int32]:
-        """Return the codes of some loaded rows (n,), 0 for what the training split has not."""
-        return codes_of(loaded, self.values) + 1
-
-
-def codes_of(values: pa.Array, known: Sequence[str]) -> NDArray[np.int32]:
-    """Return the places of values (n,) in those that are known, -1 for others. Pure."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    places = pc.index_in(values, value_set=pa.array(known, pa.string()))
-    return np.asarray(pc.fill_null(places, -1), dtype=np.int32)
+        codes = {value: code for code, value in enumerate(sorted(self.values), 1)}
+        return np.array([codes.get(value, 0) for value in column.to_pylist()], dtype=np.int32)
 
 
 def is_like_id(different: int, rows: int) -> bool:

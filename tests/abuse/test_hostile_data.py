@@ -213,6 +213,20 @@ def _put(manifest: Path, text: str) -> None:
         manifest.write_text(text)
 
 
+@pytest.mark.parametrize(("damage", "message"), [("changed", "does not match its manifest"), ("gone", "is missing")])
+def test_a_shard_that_is_not_the_manifest_s_is_not_published(copy: Path, damage: str, message: str) -> None:
+    shard = next((copy / "data").iterdir())
+    content = shard.read_bytes()
+    shard.unlink()
+    if damage == "changed":
+        shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DataError, match=rf"{shard.name} {message}; delete .* and rebuild"):
+        publish_dataset(
+            str(copy), json.loads((copy / "manifest.json").read_text())["dataset_id"], str(copy.parent / "s")
+        )
+    assert not list(copy.parent.glob("s/datasets/*/manifest.json"))
+
+
 @pytest.mark.timeout(30)
 def test_a_manifest_of_prices_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_bytes(hostile_data.csv_of(100.0))

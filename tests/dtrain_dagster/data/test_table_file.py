@@ -12,7 +12,7 @@ import pytest
 
 from dtrain_dagster.data.errors import DataError
 from dtrain_dagster.data.rows import RowParams, build_rows
-from dtrain_dagster.data.table_columns import numbers_of
+from dtrain_dagster.data.table_columns import exact_numbers, numbers_of
 from dtrain_dagster.data.table_file import files_of, open_table
 from tests.kinds import WORDS, build_table, original_rows, table
 
@@ -74,7 +74,7 @@ def test_csv_has_the_types_that_all_of_its_cells_have(tmp_path: Path) -> None:
         )
         assert np.isnan(found["part"][:2]).all()
         assert found["part"][2] == 3
-        assert [int(value) for value in batch.column("huge").to_pylist()] == [
+        assert [int(value) for value in exact_numbers(batch.column("huge"))[0]] == [
             12345678901234567890 + n for n in range(3)
         ]
         assert (table.kinds["code"], table.kinds["word"], table.kinds["empty"]) == ("category", "category", "")
