@@ -21,6 +21,7 @@ from dtrain_dagster.cli.common import EXIT_INTERRUPTED, EXIT_STOPPED, Refusal, g
 from dtrain_dagster.cli.facts import say_how_it_stands
 from dtrain_dagster.cli.job_names import LATEST, complete_jobs
 from dtrain_dagster.clusters.base import OWNER, ClusterConfig, ClusterError, GPUClusterManager, JobState, JobStatus
+from dtrain_dagster.jobs.start import BUDGET, ran_out
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import format_duration, seconds_of
 from trainer.config import JOB_ID
@@ -132,13 +133,14 @@ def start_and_follow(
 
 
 def finish(settings: Settings, rundir: RunDir, status: JobStatus, go_on: str = "") -> None:
-    """Print how the job ended, and exit as it did. ``go_on``: how to go on with it where it failed."""
+    """Print how the job ended, and exit as it did. ``go_on``: how to go on with it where it failed; one that has ended
+    at its budget needs a larger one."""
     if status.state == "succeeded":
         return
     say(describe_outcome(status), err=True)
     say_how_it_stands(settings, status.job_id)
     if go_on:
-        say(go_on, err=True)
+        say(go_on + (f" --set training.{BUDGET}=MORE" if ran_out(rundir) else ""), err=True)
     final = rundir.read_json(STATUS) or {}
     sys.exit(final.get("exit_code") or 1)  # none was written where the disk is full
 

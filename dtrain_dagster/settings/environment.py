@@ -110,10 +110,12 @@ def read_options(kind: type[EnvironmentSettings]) -> dict[str, str]:
     except ValueError as error:
         raise SettingsError(f"{variable}: {error}: quote it as a shell does") from None
     for name, sign, _ in words:
-        if name not in kind.OPTIONS or not sign:
+        if name not in kind.OPTIONS:
             raise SettingsError(
                 f"{variable} takes words name=value: {explain_unknown(redact(name), name, kind.OPTIONS)}"
             )
+        if not sign:
+            raise SettingsError(f"{variable} takes words name=value: give {name}=…, without blanks around the =")
     return {name: value for name, _, value in words if value}
 
 
@@ -150,7 +152,7 @@ class Settings(EnvironmentSettings):
         "PEER_GRACE_SECONDS": "is gone: DTRAIN_STOP_GRACE_SECONDS also says how long peers of a failed process have",
         "RETRAIN_CRON": "is gone: give `build_training_assets(…, schedule=…)` the five fields",
         "RETRAIN_TIMEZONE": "is gone: the weekly retraining goes by the time of New York",
-        "RETRAIN_MAX_AGE_DAYS": "is gone: a champion, or its data, is stale after 30 days",
+        "RETRAIN_MAX_AGE_DAYS": "is gone: 30 days after the last registration a model is stale",
     }
 
     home: Path = Field(
@@ -392,7 +394,8 @@ def without_secret(kind: type[BaseSettings], name: str, value: object) -> object
 def variable_of(kind: type[BaseSettings], name: str) -> str:
     """Return the environment variable of a field; of one that shares it, with the field's name."""
     field = kind.model_fields.get(name)
-    if issubclass(kind, EnvironmentSettings) and name in kind.OPTIONS:
+    shared = {name for each in kind.__mro__ if issubclass(each, EnvironmentSettings) for name in each.OPTIONS}
+    if name in shared:  # also of a class that does not read the environment again, and so has none of its own
         return f"{kind.model_config['env_prefix']}OPTIONS: {name}"
     return str((field and field.validation_alias) or f"{kind.model_config['env_prefix']}{name.upper()}")
 

@@ -13,10 +13,11 @@ from shells import DTRAIN, Shell, shell_in
 from told_events import told, write_run
 
 from dtrain_dagster.cli.facts import describe_job, read_course
-from dtrain_dagster.cli.start import describe_outcome, this_command
+from dtrain_dagster.cli.start import describe_outcome, finish, this_command
 from dtrain_dagster.clusters.base import JobState, JobStatus
 from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.jobs.totals import LaunchTotals
+from dtrain_dagster.settings.environment import load_settings
 from trainer.rundir import RunDir
 
 WORK = (sys.executable, "-m", "dtrain_dagster", "work")
@@ -27,6 +28,15 @@ def test_a_command_to_type_again_is_quoted_for_a_shell_and_names_what_it_began()
     with click.Context(click.Command("train"), obj=typed):
         assert this_command() == "dtrain train --set 'model.args={\"a\": 1}' -- --name x"
         assert this_command("j").startswith("dtrain train --name j --set ")
+
+
+@pytest.mark.parametrize(("ended", "more"), [("failed", ""), ("budget", " --set training.max_node_seconds=MORE")])
+def test_a_job_that_its_budget_has_ended_goes_on_with_a_larger_one(tmp_path: Path, capsys, ended: str, more: str):
+    rundir = write_run(tmp_path, "j", told(4), "failed")
+    rundir.write_json("result.json", {"status": ended, "steps": 4, "error": "it stopped"})
+    with pytest.raises(SystemExit):
+        finish(load_settings(home=tmp_path), rundir, JobStatus(job_id="j", state=JobState.FAILED), "go on: dtrain")
+    assert capsys.readouterr().err.endswith(f"go on: dtrain{more}\n")
 
 
 def facts_of(state: JobState, rundir: RunDir, launches: int = 1) -> JobFacts:

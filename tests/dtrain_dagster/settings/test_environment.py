@@ -41,7 +41,7 @@ def test_defaults_need_no_environment(monkeypatch, tmp_path):
         ("idle_minutes=0", r"^DTRAIN_OPTIONS: idle_minutes='0' \(.*greater than 0; unset it for the default, 10"),
         ("idle_minute=5", r"takes words name=value: idle_minute is not a setting: did you mean idle_minutes\?"),
         ("nodes=5", r"nodes is not a setting: "),
-        ("calendar", "takes words name=value"),
+        ("calendar = none", "takes words name=value: give calendar=…, without blanks around the ="),
         ("preflight='full", "quote it as a shell does"),
     ],
 )
@@ -263,7 +263,7 @@ def test_an_idle_time_beyond_what_azure_takes_is_refused(monkeypatch):
         ("cluster_name", "twenty-letters-is-more", "DTRAIN_CLUSTER_NAME"),
         ("azure", {"idle_seconds": 0}, "idle_minutes=0"),
         ("azure", {"tiers": []}, "tiers is empty"),
-        ("azure", {"chain": ["a V100"]}, "a V100 is no size such as"),
+        ("azure", {"chain": ["a V100"]}, "^DTRAIN_AZURE_OPTIONS: chain=.* a V100 is no size such as"),
         ("azure", {"spot": True}, "spot is not a setting"),
     ],
 )
