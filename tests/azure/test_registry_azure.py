@@ -204,6 +204,30 @@ def test_the_same_weights_make_one_version(workspace: Workspace, run_dir: str, m
 
 
 @pytest.mark.slow
+def test_who_registers_the_same_at_the_same_time_gets_the_older_version(
+    workspace: Workspace, run_dir: str, model: RegisteredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process was quicker between the look and the creation, and has taken the number, too."""
+    from azure.core.exceptions import ResourceExistsError
+
+    find, create, missed, taken = AzureMLRegistry.find, workspace.client.models.create_or_update, [1], [1]
+
+    def miss_once(registry: AzureMLRegistry, *of: Any) -> RegisteredModel | None:
+        return None if missed and missed.pop() else find(registry, *of)
+
+    def refuse_once(version: Any) -> Any:
+        if taken:
+            raise ResourceExistsError(f"a version {taken.pop()} exists")
+        return create(version)
+
+    monkeypatch.setattr(AzureMLRegistry, "find", miss_once)
+    monkeypatch.setattr(workspace.client.models, "create_or_update", refuse_once)
+    raced = workspace.register(run_dir, "forecaster")
+    assert (raced.version, raced.created, missed, taken) == (model.version, False, [], [])
+    assert [item.version for item in workspace.client.models.list(name="forecaster")] == [model.version]
+
+
+@pytest.mark.slow
 def test_a_missing_role_is_explained(workspace: Workspace, run_dir: str) -> None:
     workspace.emulator.control("fault", fault="error", operation="model*", status=403, code="AuthorizationFailed")
     with pytest.raises(RegistryError, match=r"looking for versions of .*lacks a role: deploy/azure"):

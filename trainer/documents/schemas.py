@@ -369,7 +369,6 @@ DOCUMENTS: Mapping[str, Check] = {
         studio_url=optional(text),
         phase=text,
         phase_since=optional(moment),
-        unreachable_since=optional(moment),
         starved=optional(record(since=moment, retry_at=moment)),
     ),
     "result.json": record(
