@@ -1,12 +1,17 @@
 """The code location of the stock prices: one graph of `dtrain_dagster.pipelines`, whose names have no prefix.
 
 From *Materialize* to a node's first step: `pipelines.build_graph` builds the assets and their checks, one module of
-`assets` each. The body of `assets.training` asks `assets.cluster_run` for nodes and leave to spend, chooses or starts
-the job with `jobs.start`, which hands it to the cluster's manager. That of Azure ML orders nodes of the service; the
-others (`clusters.managers`) start a supervisor, the process `clusters.supervise`, and its placer starts the nodes.
+`assets` each. On a fresh machine the first job is the probe of `assets.planning`. Then the body of `assets.training`
+asks `assets.cluster_run` for nodes and leave to spend, chooses its job (`jobs.progress`) and starts it (`jobs.start`)
+on the cluster, which `configuration.ClusterConfiguration.manager` picks. That of Azure ML orders nodes of the service;
+the others (`clusters.managers`) start a supervisor, the process `clusters.supervise`, and its placer starts the nodes.
+A rank is `trainer.__main__`: `trainer.engine.run_job` sets up `trainer.engine.trainer`, whose steps are
+`trainer.engine.step`. `assets.training_progress` follows the job meanwhile.
 
-A further cluster is an engine in `clusters` and a line in `clusters.managers`, `settings.cluster_kinds` and
-`settings.engines`; a check is in `assets.checks`; a price in `costs/price_table.json`.
+A further cluster is a subclass of `clusters.supervision.engine.Engine` in a folder of `clusters`, with settings beside
+`settings.slurm`, and a line in `clusters.managers.ENGINE_CLASSES`, `settings.engines.ENGINE_SETTINGS` and
+`settings.cluster_kinds`, where its name is. A check of a training is a line in `assets.checks.TRAINING_CHECKS`. A price
+is a figure under ``prices`` in `costs/price_table.json`; a new size needs a row under ``skus``, too.
 
 No heavy import happens here, and no I/O but that the trainer's sources are read for the code version of assets.
 """

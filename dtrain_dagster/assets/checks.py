@@ -10,8 +10,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import dagster as dg
 
@@ -165,60 +166,26 @@ def _percent(share: float) -> float:
     return round(100 * share, 1)
 
 
-def training_checks(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
-    """Return the checks of a trained checkpoint with this key."""
-    return [
-        dg.AssetCheckSpec(
-            "weights_equal_on_all_ranks",
-            asset=key,
-            blocking=True,
-            description="The final weights of all ranks have one sha256.",
-        ),
-        dg.AssetCheckSpec(
-            "every_sample_used_once",
-            asset=key,
-            blocking=True,
-            description="Each sample of the training split was used exactly once per epoch, no matter which nodes "
-            "were lost: the trainer's records of what it consumed match the dataset's own count. Where samples are "
-            "drawn by weights, each draw was made once; of a stream, whose length nobody knows, each sample that was "
-            "drawn from its sub-streams was used once.",
-        ),
-        dg.AssetCheckSpec(
-            "communication_within_limits",
-            asset=key,
-            description=f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: network time that "
-            "nothing hides, and waiting at collectives. More than that is reported while the job runs; the whole "
-            "job is judged at its end.",
-        ),
-        dg.AssetCheckSpec(
-            COST_CHECK,
-            asset=key,
-            description="The training exceeds its estimate by no more than 25 %. The sensor "
-            "cost_overrun reports it while the training runs, from the cost so far and the projected cost.",
-        ),
-        dg.AssetCheckSpec(
-            "no_baseline_is_better",
-            asset=key,
-            description=f"No baseline is better on the same test windows or rows {BEYOND_CHANCE}.",
-        ),
-    ]
+@dataclass(frozen=True, slots=True)
+class FinishedTraining:
+    """What the checks of a trained checkpoint judge."""
+
+    events: Sequence[dict[str, Any]]
+    result: dict[str, Any]
+    evaluation: dict[str, Any]
+    plan: TrainingPlan
+    usage: Sequence[NodeUsage]
+    """Of its own nodes."""
 
 
-def check_training(
-    events: Sequence[dict[str, Any]],
-    result: dict[str, Any],
-    evaluation: dict[str, Any],
-    plan: TrainingPlan,
-    usage: Sequence[NodeUsage],
-) -> list[dg.AssetCheckResult]:
-    """Return the results of `training_checks` for a finished training. ``usage``: of its own nodes."""
-    return [
-        _weights_check(result),
-        _samples_check(result, plan),
-        communication_check(events, plan.job["training"]),
-        _cost_check(usage, plan),
-        _baselines_check(evaluation),
-    ]
+class TrainingCheck(NamedTuple):
+    """A check of a trained checkpoint: what Dagster shows of it, and how it is judged."""
+
+    name: str
+    description: str
+    judge: Callable[[FinishedTraining], dg.AssetCheckResult]
+    """Its result has the name of the check."""
+    blocking: bool = False
 
 
 def _cost_check(usage: Sequence[NodeUsage], plan: TrainingPlan) -> dg.AssetCheckResult:
@@ -310,3 +277,48 @@ def _baselines_check(evaluation: dict[str, Any]) -> dg.AssetCheckResult:
         metadata={**figure, "better": sentences(better)}
         | ({"not_tested_for_chance": sentences(untested)} if untested else {}),
     )
+
+
+TRAINING_CHECKS = (
+    TrainingCheck(
+        "weights_equal_on_all_ranks",
+        "The final weights of all ranks have one sha256.",
+        lambda training: _weights_check(training.result),
+        blocking=True,
+    ),
+    TrainingCheck(
+        "every_sample_used_once",
+        "Each sample of the training split was used exactly once per epoch, no matter which nodes were lost: the "
+        "trainer's records of what it consumed match the dataset's own count. Where samples are drawn by weights, each "
+        "draw was made once; of a stream, whose length nobody knows, each sample that was drawn from its sub-streams "
+        "was used once.",
+        lambda training: _samples_check(training.result, training.plan),
+        blocking=True,
+    ),
+    TrainingCheck(
+        "communication_within_limits",
+        f"Communication takes at most {COMMUNICATION_LIMIT:.0%} of the time: network time that nothing hides, and "
+        "waiting at collectives. More than that is reported while the job runs; the whole job is judged at its end.",
+        lambda training: communication_check(training.events, training.plan.job["training"]),
+    ),
+    TrainingCheck(
+        COST_CHECK,
+        "The training exceeds its estimate by no more than 25 %. The sensor cost_overrun reports it while the training "
+        "runs, from the cost so far and the projected cost.",
+        lambda training: _cost_check(training.usage, training.plan),
+    ),
+    TrainingCheck(
+        "no_baseline_is_better",
+        f"No baseline is better on the same test windows or rows {BEYOND_CHANCE}.",
+        lambda training: _baselines_check(training.evaluation),
+    ),
+)
+"""The checks of a trained checkpoint. A further one is a line here and its function above."""
+
+
+def training_check_specs(key: dg.AssetKey) -> list[dg.AssetCheckSpec]:
+    """Return the specs of `TRAINING_CHECKS` for the trained checkpoint with this key."""
+    return [
+        dg.AssetCheckSpec(check.name, asset=key, description=check.description, blocking=check.blocking)
+        for check in TRAINING_CHECKS
+    ]

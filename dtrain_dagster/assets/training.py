@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 
-from dtrain_dagster.assets.checks import check_training, training_checks
+from dtrain_dagster.assets.checks import TRAINING_CHECKS, FinishedTraining, training_check_specs
 from dtrain_dagster.assets.cluster_run import ClusterRun
 from dtrain_dagster.assets.common import best_rows, head_of_page, links, page_of, round_figures
 from dtrain_dagster.assets.pipeline import Pipeline
@@ -88,7 +88,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
             "as observations. Terminating the run cancels the job; if the run dies, the job goes on and is found "
             "again. Its settings are those of the plan: see the launchpad of `cost_estimate`."
         ),
-        check_specs=training_checks(key),
+        check_specs=training_check_specs(key),
     )
     def trained_checkpoint(
         context: dg.AssetExecutionContext, cost_estimate: TrainingPlan
@@ -126,6 +126,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
             node_count=plan.node_count,
             processes_per_node=plan.processes_per_node,
         )
+        training = FinishedTraining(events, result, evaluation, plan, usage)
         outcome = dg.MaterializeResult(
             value=finished,
             data_version=dg.DataVersion(result["weights_sha256"]),
@@ -133,7 +134,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
                 training_page(run, rundir, events, result, evaluation, plan, usage)
                 | ({"registration": pipeline.unregistered} if pipeline.unregistered else {})
             ),
-            check_results=check_training(events, result, evaluation, plan, usage),
+            check_results=[check.judge(training) for check in TRAINING_CHECKS],
         )
         # This comes last: where a line above raises, the next run can adopt the job instead of training again.
         rundir.write_json(CLAIM, {"dagster_run_id": context.run.run_id, "claimed_at": time.time()})

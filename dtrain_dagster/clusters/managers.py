@@ -60,7 +60,7 @@ from dtrain_dagster.clusters.supervision.launch import (
 )
 from dtrain_dagster.costs.usage import NodeUsage
 from dtrain_dagster.settings.cluster_kinds import KINDS
-from dtrain_dagster.settings.engines import ENGINES as ENGINE_SETTINGS
+from dtrain_dagster.settings.engines import ENGINE_SETTINGS
 from dtrain_dagster.settings.environment import MOST_NODES
 from dtrain_dagster.settings.home import HomeError, make_home
 from dtrain_dagster.support.job_lock import is_held, undisturbed
@@ -512,7 +512,7 @@ class EngineClusterManager(SupervisedClusterManager):
         return MOST_NODES
 
 
-ENGINES: Mapping[str, type[Engine]] = {"slurm": SlurmEngine, "kubernetes": KubernetesEngine, "ray": RayEngine}
+ENGINE_CLASSES: Mapping[str, type[Engine]] = {"slurm": SlurmEngine, "kubernetes": KubernetesEngine, "ray": RayEngine}
 """Kind of cluster → what runs its nodes."""
 
 
@@ -520,7 +520,7 @@ def open_engine(kind: str, options: Mapping[str, Any], run_dir: str, secret: str
     """Return the engine of a kind of cluster, for the nodes of one job. ``options``: of
     `dtrain_dagster.settings.engines`. ``secret``: the path of the file with the launch's secret. Raise `ClusterError`
     for a kind without one."""
-    if (engine := ENGINES.get(kind)) is None:
+    if (engine := ENGINE_CLASSES.get(kind)) is None:
         raise ClusterError(f"DTRAIN_CLUSTER={kind!r} has no engine that runs nodes")
     if unknown := sorted(options.keys() - ENGINE_SETTINGS[kind].model_fields.keys()):
         raise ClusterError(f"{', '.join(unknown)}: no options of {kind} in this version; submit the job again")

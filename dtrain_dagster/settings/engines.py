@@ -9,7 +9,7 @@ from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
 from dtrain_dagster.settings.slurm import SlurmSettings
 
-ENGINES: dict[str, type[EnvironmentSettings]] = {
+ENGINE_SETTINGS: dict[str, type[EnvironmentSettings]] = {
     "slurm": SlurmSettings,
     "kubernetes": KubernetesSettings,
     "ray": RaySettings,
@@ -20,7 +20,7 @@ ENGINES: dict[str, type[EnvironmentSettings]] = {
 def read_engine_options(kind: str) -> dict[str, Any]:
     """Return the options of the engine of this kind of cluster, in JSON's types. Raise `SettingsError` for missing or
     unusable values."""
-    return ENGINES[kind].read().options()
+    return ENGINE_SETTINGS[kind].read().options()
 
 
 def engine_gpus(settings: Settings) -> int | None:

@@ -82,9 +82,9 @@ def is_ours(name: str) -> bool:
 def known_variables() -> set[str]:
     """Return the names of all variables that the project reads."""
     from dtrain_dagster.settings.azure import AzureSettings  # not above: only who has such a variable needs to know
-    from dtrain_dagster.settings.engines import ENGINES
+    from dtrain_dagster.settings.engines import ENGINE_SETTINGS
 
-    kinds: list[type[EnvironmentSettings]] = [Settings, AzureSettings, *ENGINES.values()]
+    kinds: list[type[EnvironmentSettings]] = [Settings, AzureSettings, *ENGINE_SETTINGS.values()]
     names = {*INTERNAL, *OF_NODES}
     for kind in kinds:
         names |= {name for field in kind.model_fields if is_ours(name := variable_of(kind, field).partition(":")[0])}

@@ -20,7 +20,7 @@ from dtrain_dagster.clusters.kubernetes.objects import LOST_MACHINE
 from dtrain_dagster.clusters.ray.engine import RayEngine
 from dtrain_dagster.clusters.slurm.engine import SlurmEngine
 from dtrain_dagster.clusters.supervision.engine import Engine, EngineJob, EngineUnreachableError
-from dtrain_dagster.settings.engines import ENGINES
+from dtrain_dagster.settings.engines import ENGINE_SETTINGS
 from dtrain_dagster.settings.environment import variable_of
 from dtrain_dagster.settings.kubernetes import KubernetesSettings
 from dtrain_dagster.settings.ray import RaySettings
@@ -332,8 +332,8 @@ def variables(kind: str, options: Mapping[str, Any]) -> dict[str, str]:
     """The environment that gives these options."""
     given = {name: value for name, value in options.items() if name not in ("volumes", "pod_template")}
     texts_of = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in given.items()}
-    own, words = ENGINES[kind].OPTIONS, list[str]()
-    found = {variable_of(ENGINES[kind], name): text for name, text in texts_of.items() if name not in own}
+    own, words = ENGINE_SETTINGS[kind].OPTIONS, list[str]()
+    found = {variable_of(ENGINE_SETTINGS[kind], name): text for name, text in texts_of.items() if name not in own}
     words += [f"{name}={text}" for name, text in texts_of.items() if name in own]
     if template := options.get("pod_template"):
         file = Path(options["python"]).with_name("pod-template.yaml")
