@@ -411,11 +411,14 @@ class SupervisedClusterManager(GPUClusterManager):
             return JobStatus(job_id=job_id, state=state, message=f"damaged: {error}", damage=str(error))
 
     def _forget(self, job_id: str, ended_at: float | None) -> None:
-        """Remove the mark of a job that has ended, unless it is being started again."""
+        """Remove the mark of a job that has ended, and the secrets that a killed supervisor has left, unless the job is
+        being started again."""
         with undisturbed(self.folder / job_id) as is_free:
             if is_free:
                 if ended_at is not None:
                     self.use.note(ended_at, job_id)
+                    for path in (secret := self._secret(job_id), options_file(secret)):
+                        path.unlink(missing_ok=True)
                 self.active.leave(job_id)
 
     def _end(self, job_id: str, patience_seconds: float) -> bool:

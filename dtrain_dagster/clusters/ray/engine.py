@@ -93,8 +93,8 @@ def explain_waiting(demand: Mapping[str, float], largest: Sequence[Mapping[str, 
 DRIVER = "dtrain_dagster.clusters.ray.driver"
 START_SECONDS, ANSWER_SECONDS = 60.0, 25.0
 """Seconds for the first answer of a driver, which has to join the cluster, and for any other."""
-
-
+AGAIN_SECONDS = 5.0
+"""Seconds after a failure in which no driver is started: a job asks once for each of its nodes."""
 MOST_WORDS = 300
 """Characters of Ray's own words that are repeated."""
 
@@ -121,6 +121,8 @@ class RayEngine(Engine):
     def __init__(self, options: RaySettings, run_dir: str, command: Command) -> None:
         super().__init__(options, run_dir, command)
         self._driver: tuple[subprocess.Popen[bytes], Connection[Any, Any]] | None = None
+        self._failed: tuple[float, str] = float("-inf"), ""
+        """When the cluster could not be asked last (`time.monotonic`), and why."""
         self._ended: dict[str, float] = {}
         """When the end of a node was seen first, in Unix seconds: Ray's lists do not say."""
 
@@ -196,7 +198,7 @@ class RayEngine(Engine):
             if not pipe.poll(seconds):
                 raise TimeoutError(f"no answer within {seconds:.0f} s")
             found, wrong = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             found, wrong = None, "its driver has ended"
         except OSError as error:
             found, wrong = None, str(error)
@@ -205,14 +207,22 @@ class RayEngine(Engine):
         self.close()
         if "No module named 'ray'" in wrong:
             raise EngineError("DTRAIN_CLUSTER=ray needs the package ray: pip install 'dtrain[ray]'")
-        raise EngineUnreachableError(
+        why = (
             f"the Ray cluster at {self.options.address} does not answer: {wrong[:MOST_WORDS]}; is it there? Else start "
             f"one with `ray start --head`, or set {S}ADDRESS"
         )
+        self._failed = time.monotonic(), why
+        raise EngineUnreachableError(why)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
         address = self.options.address
-        _knock(address)
+        if time.monotonic() - self._failed[0] < AGAIN_SECONDS:
+            raise EngineUnreachableError(self._failed[1])
+        try:
+            _knock(address)
+        except EngineUnreachableError as error:
+            self._failed = time.monotonic(), str(error)
+            raise
         left_out = {MARK} if address == "auto" else {MARK, "RAY_ADDRESS"}
         own = {name: value for name, value in os.environ.items() if name not in left_out}
         ours, theirs = Pipe()

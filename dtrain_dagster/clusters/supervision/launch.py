@@ -148,6 +148,7 @@ def start_supervisor(launch: Mapping[str, Any], rundir: RunDir, lock: int, secre
     deadline = time.monotonic() + START_SECONDS
     while (rundir.read_json(STATUS) or {}).get("pid") == before:
         if process.returncode is not None and (rundir.read_json(STATUS) or {}).get("pid") == before:
+            sweep(launch, folder)
             raise SupervisorError(
                 f"the supervisor of job {launch['job_id']!r} ended at once (exit code {process.returncode}); the end "
                 f"of {log_path}:\n{last_lines(log_path, 12)}"
@@ -199,9 +200,11 @@ def settle_status(rundir: RunDir) -> dict[str, Any] | None:
     """Return ``status.json``, for the holder of the job's lock. If the last supervisor died, write the end that it
     could not, end what it left, and tell people."""
     status = rundir.read_json(STATUS)
-    if status is None or is_final(status):
+    if is_final(status):
         return status
     sweep(rundir.read_json(LAUNCH) or {}, rundir.storage.local_path())
+    if status is None:  # it died before it recorded that it had the job, or there was none
+        return None
     left = presences.find_latest_presences(rundir.nodes())
     ended_at = max(map(presences.end_of, left), default=status["started_at"])
     said = last_lines(rundir.storage.local_path(f"{LOGS}/{SUPERVISOR_LOG}"), 12)

@@ -29,6 +29,7 @@ from dtrain_dagster.clusters.exit_policy import (
 from dtrain_dagster.clusters.notices import WAIT_SECONDS, Announcement, describe_kept
 from dtrain_dagster.clusters.presence import HEARTBEAT_SECONDS
 from dtrain_dagster.clusters.resume_advice import explain_failure, explain_giving_up
+from dtrain_dagster.clusters.supervision.launch import outlives_supervisor
 from dtrain_dagster.clusters.supervision.placer import Placer, say
 from dtrain_dagster.support.formatting import format_duration
 from trainer.documents.reader import warn_once
@@ -89,6 +90,8 @@ class Supervisor:
             if resumes:
                 self._resume()
             else:
+                if outlives_supervisor(self.launch):  # on record before a node is asked for: each is found again
+                    self._write_status(self._state())
                 self._start_nodes()
         except (LaunchError, OSError) as error:
             self._end_nodes(0.0)

@@ -104,6 +104,15 @@ def test_a_supervisor_tells_the_end_itself(cluster, hook: Hook) -> None:
     assert "secret" not in json.dumps(hook.heard) + file.read_text()
 
 
+def test_a_supervisor_that_is_dead_is_told_once_by_who_finds_it(cluster, hook: Hook) -> None:
+    rundir = ended_job(cluster.manager.folder, "running", "job")
+    for _ in range(2):
+        assert cluster.manager.job_status("job").state is JobState.FAILED
+    [heard] = hook.heard
+    assert "the supervisor died" in heard["message"]
+    assert was_told(rundir, "end")
+
+
 def test_several_who_see_the_end_tell_it_once(tmp_path: Path, hook: Hook) -> None:
     rundir = ended_job(tmp_path)
     several = [threading.Thread(target=tell, args=(RunDir(rundir.uri),)) for _ in range(3)]

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from dtrain_dagster.clusters.base import JobState
+from dtrain_dagster.clusters.supervision.launch import new_token, settle_status
 from harness.waiting import until
 from trainer.node.processes import MARK, descendants, kill_all, marked
-from trainer.rundir import RunDir
+from trainer.rundir import LAUNCH, RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -97,6 +98,23 @@ def test_of_a_killed_supervisor(cluster, daemons):
     assert {process.pid for process in cluster.processes()} <= {process.pid for process, _ in bare}
     cluster.submit("job", "print('second life')")
     assert cluster.wait("job").state is JobState.SUCCEEDED
+
+
+def test_of_a_supervisor_that_is_killed_before_it_records_that_it_has_the_job(tmp_path: Path):
+    rundir = RunDir(str(tmp_path))
+    rundir.write_json(LAUNCH, {"token": (token := new_token(tmp_path)), "launch": 1})
+    left, other = (
+        subprocess.Popen(["sleep", "300"], env={MARK: f"{mark}-1-0-1"}) for mark in (token, new_token(tmp_path))
+    )
+    try:
+        until(lambda: marked(token) == {left.pid}, "it to start")
+        assert settle_status(rundir) is None
+        assert left.wait(10) == -signal.SIGKILL
+        assert other.poll() is None, "it is of another launch"
+    finally:
+        for process in (left, other):
+            process.kill()
+            process.wait()
 
 
 def test_of_a_job_that_succeeds(cluster, daemons):

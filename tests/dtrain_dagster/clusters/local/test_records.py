@@ -117,7 +117,13 @@ def test_the_mark_of_a_job_goes_when_somebody_sees_its_end(manager: LocalCluster
     plant("long")
     plant("short", JobState.SUCCEEDED)
     manager.active.enter("of-a-folder-that-was-removed")
+    secrets = manager.home / "secrets"
+    secrets.mkdir(parents=True)
+    for name in ("long", "short", "short.engine.json", "of-a-folder-that-was-removed"):
+        (secrets / name).touch()
     assert [job.job_id for job in manager.active_jobs()] == ["long"]
+    left = sorted(path.name for path in secrets.iterdir())
+    assert left == ["long", "of-a-folder-that-was-removed"], "a supervisor that was killed removes none"
     assert manager.active.marks() == ["long"]
     assert manager.use.used_at() == 2.0
 

@@ -229,3 +229,18 @@ def test_a_node_that_is_kept_is_told_with_the_way_in(make: Callable[..., Job]) -
     assert job.news == [("kept", 1)]
     assert seen[0] == [{"node_id": 1, "until": 3.0, "how": "enter 1"}]
     assert 0 in job.placer.ended, "the others are given back"
+
+
+def test_a_job_of_an_engine_is_on_record_before_a_node_is_asked_for(make: Callable[..., Job]) -> None:
+    """So that its nodes are found again, and followed, if the supervisor is killed in between."""
+    job = make(ended(0, 0), result=DONE)
+    job.supervisor.launch["engine"] = "slurm"
+    start, seen = job.placer.start, list[Any]()
+
+    def buy(node_id: int, incarnation: int) -> None:
+        seen.append((job.rundir.read_json(STATUS) or {}).get("state"))
+        start(node_id, incarnation)
+
+    job.placer.start = buy  # type: ignore[method-assign]
+    assert job.run()["state"] == JobState.SUCCEEDED
+    assert seen == ["queued", "queued"]
