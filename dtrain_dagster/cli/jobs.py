@@ -59,13 +59,15 @@ from dtrain_dagster.cli.job_names import (
 )
 from dtrain_dagster.cli.screen import pairs_table, print_fitted, state_text
 from dtrain_dagster.cli.start import describe_outcome, say_that_it_runs_on
+from dtrain_dagster.fleet.jobs import FleetError
 from dtrain_dagster.fleet.records import FleetRecords, fleet_names
-from dtrain_dagster.fleet.view import FleetWatch
+from dtrain_dagster.fleet.view import FleetView, FleetWatch
 from dtrain_dagster.jobs.facts import JobFacts
 from dtrain_dagster.jobs.log_follower import follow_logs
 from dtrain_dagster.monitoring.hangs import hang_verdict
 from dtrain_dagster.settings.environment import Settings
 from dtrain_dagster.support.formatting import dollars, format_duration
+from trainer.errors import DamagedError
 from trainer.rundir import LAUNCH, RunDir
 
 READERS = 16
@@ -92,7 +94,7 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
     """
     settings = read_settings()
     if of_fleets:
-        views = [FleetWatch(FleetRecords(settings.home, name)).view() for name in fleet_names(settings.home)]
+        views = list(_fleets(settings))
         if as_json:
             print_json([asdict(view) for view in views])
         else:
@@ -106,6 +108,15 @@ def jobs(of_fleets: bool, as_json: bool) -> None:
         _print_jobs(rows)
     else:
         say(f"no jobs in {settings.jobs_uri} yet; `dtrain train --dataset latest` starts one")
+
+
+def _fleets(settings: Settings) -> Iterator[FleetView]:
+    """Yield all fleets as they are now; of those that cannot be read it is said why: they hide no other."""
+    for name in fleet_names(settings.home):
+        try:
+            yield FleetWatch(FleetRecords(settings.home, name)).view()
+        except (FleetError, DamagedError) as error:
+            say(str(error), err=True)
 
 
 def _print_jobs(rows: Sequence[JobFacts]) -> None:

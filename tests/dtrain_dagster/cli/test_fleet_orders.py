@@ -1,12 +1,18 @@
-"""What a job is expected to take where its file does not say."""
+"""What a job is expected to take where its file does not say, and the list of fleets."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 
 from dtrain_dagster.cli.fleet import expect
+from dtrain_dagster.cli.main import main
 from dtrain_dagster.costs.estimate import Forecast, Measured, Sizes
 from dtrain_dagster.fleet.jobs import FleetJob, FleetLimits, Standing
+from dtrain_dagster.fleet.records import FleetRecords
 from dtrain_dagster.fleet.scheduling import decide
 from dtrain_dagster.fleet.source import JobEntry
 
@@ -35,3 +41,18 @@ def test_a_past_run_on_two_nodes_tells_what_two_take():
     assert (job.startup_seconds, job.facts) == (7.0, {"basis": "run a"})
     assert 0.1 < job.spread < 1.0
     assert job.node_seconds == pytest.approx(2 * (300 * 0.5 + 3 * 2.0 + 4.0), rel=1e-6)
+
+
+def test_a_fleet_of_an_older_version_hides_no_other_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DTRAIN_HOME", str(tmp_path))
+    for name in ("new", "old"):
+        records = FleetRecords(tmp_path, name)
+        records.write_limits(LIMITS, 0.0)
+        records.add(FleetJob(job_id=f"{name}-a", node_seconds=1.0), 0)
+    path = tmp_path / "fleets" / "old" / "jobs" / "old-a.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "job": {**document["job"], "least_nodes": 1}}))
+    told = CliRunner().invoke(main, ["jobs", "--fleets"])
+    assert told.exit_code == 0, told.output
+    assert "fleet new: 0 of 1 jobs over" in told.output
+    assert "fleet old was begun by an older version" in told.output
