@@ -233,7 +233,7 @@ def _search(
     tracker = None
     if tracking.mlflow_tracking_uri is not None and not only_plan:
         tracker = _open_tracker(tracking, search_name, wanted)  # before anything is bought
-    start = Wanted(search_name, budget, is_group=True)
+    start = Wanted(search_name, budget, request.at_once * request.usd_per_node_hour, is_group=True)
     with promising(settings, start):
         provision(manager, nodes_per_trial, cluster.sku)
         env = cluster.node_env(project)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from click.testing import CliRunner
 from dtrain_dagster.cli.job_options import Asked
 from dtrain_dagster.cli.main import main
 from dtrain_dagster.cli.search import trials_table
+from dtrain_dagster.costs.ceilings import write_ceiling
 from dtrain_dagster.costs.tracker import CostTracker
 from dtrain_dagster.resources import build_resources
 from dtrain_dagster.search.results import trial_line
 from dtrain_dagster.search.trials import Trial, TrialState
 from dtrain_dagster.settings.environment import Settings
+from dtrain_dagster.settings.home import make_home
 from harness.small_job import write_dataset
 from trainer.rundir import RunDir
 
@@ -151,6 +154,15 @@ def test_a_mistake_is_named_before_anything_is_bought(place: Path, options: list
     assert words in found.output.replace("\n", " ")
     assert not (place / "home" / "storage" / "jobs").exists()
     assert not (place / "home" / "searches").exists()
+
+
+def test_a_search_without_a_budget_counts_an_hour_of_its_nodes_until_a_trial_was_measured(place: Path) -> None:
+    write_ceiling(make_home(place / "home"), Decimal(6))
+    found = CliRunner().invoke(main, ["search", "--dataset", "walks", "--space", "space.json"])
+    assert found.exit_code != 0
+    assert "the ceiling of $6.00 per month" in found.output
+    assert "this start adds $6.12" in found.output
+    assert not list((place / "home").glob("storage/jobs/*"))
 
 
 def test_lines_for_people_are_whole() -> None:
