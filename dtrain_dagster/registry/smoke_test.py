@@ -4,6 +4,7 @@ split, their answers, and the comparison. No network."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -213,7 +214,6 @@ def read_answer(body: bytes | str, count: int) -> dict[str, NDArray[np.float64]]
     ML's, which comes as a JSON text inside JSON from some scoring scripts. Raise `AnswerError` for anything else but
     ``count`` rows of the same named, finite numbers."""
     import numpy as np
-    import pandas as pd
 
     try:
         value = json.loads(body)
@@ -225,11 +225,15 @@ def read_answer(body: bytes | str, count: int) -> dict[str, NDArray[np.float64]]
         raise AnswerError(f"answered without a list of rows with named numbers: {_shown(body)}")
     if len(rows) != count:
         raise AnswerError(f"answered {count} windows with {len(rows)} rows")
-    table = pd.DataFrame(rows)  # what a row lacks becomes NaN, a column with anything else than numbers no number
-    odd = [name for name in table if table[name].dtype.kind not in "iuf" or not np.isfinite(table[name]).all()]
-    if odd:
-        raise AnswerError(f"answered with values that are not finite numbers, in {', '.join(odd)}: {_shown(rows)}")
-    return {str(name): table[name].to_numpy(np.float64) for name in table}
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise AnswerError(f"answered row {number} with other columns than row 0: {_shown(list(row))}")
+        for name, cell in row.items():
+            if type(cell) not in (int, float) or not abs(cell) <= sys.float_info.max:
+                raise AnswerError(
+                    f"answered {_shown(name)} of row {number} with {_shown(cell)}, which is not a finite number"
+                )
+    return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
 
 
 def compare_answers(sample: Sample, served: Mapping[str, NDArray[np.float64]]) -> tuple[float, float]:
@@ -238,7 +242,7 @@ def compare_answers(sample: Sample, served: Mapping[str, NDArray[np.float64]]) -
     for other columns."""
     expected = sample.expected
     if set(served) != set(expected):
-        raise AnswerError(f"answers with {sorted(served)}, the job's model gives {sorted(expected)}")
+        raise AnswerError(f"answers with {_shown(sorted(served))}, the job's model gives {sorted(expected)}")
     to_weights, to_training = (
         _relative_difference(served, known, sample.units) for known in (expected, sample.trained)
     )

@@ -41,17 +41,20 @@ def test_rows_are_found_in_every_form_of_an_answer(body: str) -> None:
         (3, "without a list of rows"),
         ([[0.1], [0.2]], "without a list of rows"),
         ([ROW], "2 windows with 1 rows"),
-        ([ROW, {"mu": 1.0}], "not finite numbers, in sigma"),
-        ([ROW, {**ROW, "mu": None}], "not finite numbers, in mu"),
-        ([ROW, {**ROW, "mu": "0.1"}], "not finite numbers, in mu"),
-        ([ROW, {**ROW, "mu": True}], "not finite numbers, in mu"),
-        ([ROW, {**ROW, "mu": 10**400}], "not finite numbers, in mu"),
-        ([ROW, {**ROW, "sigma": float("nan")}], "not finite numbers, in sigma"),
+        ([ROW, {"mu": 1.0}], "row 1 with other columns than row 0"),
+        ([ROW, {**ROW, "mu": None}], "'mu' of row 1 with 'None', which is not a finite number"),
+        ([ROW, {**ROW, "mu": "0.1"}], "'mu' of row 1 with '0.1', which is not"),
+        ([ROW, {**ROW, "mu": True}], "'mu' of row 1 with 'True', which is not"),
+        ([ROW, {**ROW, "mu": 10**400}], "'mu' of row 1 with '10000"),
+        ([ROW, {**ROW, "sigma": float("nan")}], "'sigma' of row 1 with 'nan', which is not"),
+        ([{"\ud800": "x"}, {"\ud800": 1}], "of row 0 with 'x', which is not"),
+        ([{f"column {row}-{number}": "x" for number in range(20_000)} for row in range(2)], "of row 0 with 'x'"),
     ],
 )
 def test_what_is_no_answer_is_shown(answer: Any, says: str) -> None:
-    with pytest.raises(AnswerError, match=says):
+    with pytest.raises(AnswerError, match=says) as refused:
         read_answer(json.dumps(answer), 2)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.fixture(scope="module")
