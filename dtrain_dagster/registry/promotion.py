@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from trainer.rundir import EVALUATION
 
 if TYPE_CHECKING:
     import numpy as np
+    import pandas as pd
     from numpy.typing import NDArray
 
 
@@ -134,14 +135,23 @@ def _score_rows(
     trained: Candidate, champion: Isolated, judged: NDArray[np.int64], places: NDArray[np.int64]
 ) -> tuple[str, float, float] | None:
     """Return the same of rows."""
-    data = trained.data
-    other = answers(lambda rows: champion.predict(as_registered(data.spec, rows)), data, judged[places])
+    data, inputs = trained.data, _metadata(champion.folder)["inputs"]
+    other = answers(
+        lambda rows: champion.predict(as_taken(as_registered(data.spec, rows), inputs)), data, judged[places]
+    )
     if trained.forecast is None or other is None:
         return None
     scoring, truth = RowScoring(data.spec), data.samples("test", judged[places])[1].numpy()
     metric = "squared error over variance" if scoring.is_number else "log-loss"
     scores = [float(scoring.score(each, truth).mean()) for each in (trained.forecast[places], other)]
     return metric, scores[0], scores[1]
+
+
+def as_taken(rows: pd.DataFrame, inputs: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return rows for a champion with these ``inputs``: whole numbers as doubles where it takes doubles, into which
+    MLflow converts none."""
+    double = {each["name"] for each in inputs if each["missing"] or each["type"] == "number"}
+    return rows.astype({name: "float64" for name in rows if name in double and rows[name].dtype.kind == "i"})
 
 
 def compare_measures(version: str, own: Mapping[str, Any], its: Mapping[str, Any]) -> Comparison:
@@ -165,13 +175,17 @@ def compare_measures(version: str, own: Mapping[str, Any], its: Mapping[str, Any
 def input_difference(own: Mapping[str, Any], its: Mapping[str, Any]) -> str:
     """Return why two models cannot take the same windows or rows or forecast different things; "" where they agree, as
     far as their metadata says. Whether it can take the columns of these rows, a model of a table finds out itself, by
-    its signature."""
+    its signature; but any object would pass for text there."""
     by_name = bool(own.get("inputs"))
     if by_name and not its.get("inputs"):
         return "it was registered by an older version: train and register it again"
     for name in ("window", *(() if by_name else ("features",)), "target", "horizon", "task", "classes"):
         if own.get(name) != its.get(name):
             return f"its {name} is {its.get(name)!r}, not {own.get(name)!r}"
+    types = {column["name"]: column["type"] for column in own["inputs"]} if by_name else {}
+    for column in its["inputs"] if by_name else ():
+        if (column["type"] == "string") != (types.get(column["name"], column["type"]) == "string"):
+            return f"its column {column['name']!r} is of type {column['type']}, and here {types[column['name']]}"
     return ""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import psutil
 import pytest
 
@@ -132,7 +133,7 @@ def test_a_champion_that_saw_what_is_tested_now_is_favoured_and_it_is_said(
 
 
 WINDOWS = {"window": 60, "features": ["a"], "target": "log_return", "horizon": 5, "dataset_id": "d1"}
-TABLE = {"task": "binary", "target": "y", "classes": ["a", "b"], "inputs": [{"name": "x"}]}
+TABLE = {"task": "binary", "target": "y", "classes": ["a", "b"], "inputs": [{"name": "x", "type": "boolean"}]}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,9 @@ TABLE = {"task": "binary", "target": "y", "classes": ["a", "b"], "inputs": [{"na
         (WINDOWS, {"dataset_id": "d2"}, ""),
         (WINDOWS, {"window": 30}, "its window is 30, not 60"),
         (WINDOWS, {"horizon": 10}, "its horizon is 10, not 5"),
-        (TABLE, {"inputs": [{"name": "z"}]}, ""),  # its signature tells
+        (TABLE, {"inputs": [{"name": "z", "type": "string"}]}, ""),  # its signature tells
+        (TABLE, {"inputs": [{"name": "x", "type": "number"}]}, ""),
+        (TABLE, {"inputs": [{"name": "x", "type": "string"}]}, "its column 'x' is of type string, and here boolean"),
         (TABLE, {"classes": ["a", "c"]}, "its classes is ['a', 'c'], not ['a', 'b']"),
         (TABLE, {"inputs": []}, "it was registered by an older version: train and register it again"),
     ],
@@ -150,6 +153,18 @@ def test_models_are_compared_where_they_take_and_forecast_the_same(
     own: dict[str, Any], changes: dict[str, Any], difference: str
 ) -> None:
     assert promotion.input_difference(own, own | changes) == difference
+
+
+def test_a_champion_gets_whole_numbers_in_the_type_that_it_takes() -> None:
+    rows = pd.DataFrame({name: [1, 2] for name in ("whole", "number", "gone", "other")} | {"word": ["a", "b"]})
+    inputs = [
+        {"name": "whole", "type": "integer", "missing": False},
+        {"name": "number", "type": "number", "missing": False},
+        {"name": "gone", "type": "integer", "missing": True},
+        {"name": "word", "type": "string", "missing": True},
+    ]
+    found = promotion.as_taken(rows, inputs)
+    assert [found[name].dtype.kind for name in rows] == ["i", "f", "f", "i", "O"]
 
 
 def test_what_a_module_imports_travels_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
