@@ -125,7 +125,7 @@ class MLflowRegistry(Registry):
             model_name, source, run_id=run_id, tags=dict(tags), description=description(card)
         )
         first = self.find(model_name, tags[JOB_TAG], tags[WEIGHTS_TAG])
-        if first is not None and int(first.version) < int(made.version):  # made elsewhere, where the lock is not seen
+        if first is not None and int(first.version) < int(made.version):  # made elsewhere at the same time
             client.delete_model_version(model_name, str(made.version))
             return first
         return _registered(made, created=True)

@@ -173,10 +173,18 @@ def tracking_run(client: MlflowClient, rundir: RunDir, tracking_uri: str, experi
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # or is no run's name
                 raise
     experiment_id = ensure_experiment(client, experiment, tracking_uri)
-    known = client.search_runs([experiment_id], f"tags.{JOB_TAG} = '{job_id}'")
-    run = known[0] if known else client.create_run(experiment_id, run_name=job_id, tags={JOB_TAG: job_id})
-    client.set_terminated(run.info.run_id)
-    return run.info.run_id
+
+    def oldest() -> str:
+        known = client.search_runs([experiment_id], f"tags.{JOB_TAG} = '{job_id}'")
+        return min(((run.info.start_time or 0, run.info.run_id) for run in known), default=(0, ""))[1]
+
+    if not (first := oldest()):
+        made = client.create_run(experiment_id, run_name=job_id, tags={JOB_TAG: job_id}).info.run_id
+        first = oldest() or made
+        if first != made:  # another process has made one at the same time
+            client.delete_run(made)
+    client.set_terminated(first)
+    return first
 
 
 def description(card: str) -> str:

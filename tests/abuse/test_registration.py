@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from dtrain_dagster.registry.smoke_test import AnswerError, read_answer, read_pr
 from dtrain_dagster.registry.versions import open_client, tracking_run
 from harness.tables import copy_tables
 from tests.abuse.hostile_nodes import Marker, Place
+from trainer.observability.mlflow_sink import ensure_experiment
 from trainer.rundir import RunDir
 
 
@@ -105,6 +107,28 @@ def test_the_run_of_another_job_is_not_written_over(tmp_path: Path) -> None:
         assert client.get_run(taken).data.tags["job_id"] == f"mine-{number}"
         rundir.write_json("tracking.json", {"mlflow_run_id": taken})
         assert tracking_run(client, rundir, uri, "e", f"mine-{number}") == taken
+
+
+def test_an_experiment_that_another_makes_at_the_same_time_is_taken(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    copy_tables(tmp_path / "mlflow.db")
+    client = open_client(uri)
+    theirs, get = client.create_experiment("e"), client.get_experiment_by_name
+    asked = Mock(side_effect=lambda name: None if asked.call_count == 1 else get(name))
+    with patch.object(client, "get_experiment_by_name", asked):
+        assert ensure_experiment(client, "e", uri) == theirs
+
+
+def test_of_two_runs_made_at_once_the_older_one_stays(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    copy_tables(tmp_path / "mlflow.db")
+    client = open_client(uri)
+    experiment, search = client.create_experiment("e"), client.search_runs
+    theirs = client.create_run(experiment, start_time=1, tags={"job_id": "mine"}).info.run_id
+    asked = Mock(side_effect=lambda *given: [] if asked.call_count == 1 else search(*given))
+    with patch.object(client, "search_runs", asked):
+        assert tracking_run(client, RunDir(str(tmp_path / "job")), uri, "e", "mine") == theirs
+    assert [run.info.run_id for run in search([experiment])] == [theirs]
 
 
 @pytest.fixture

@@ -168,18 +168,24 @@ def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str
     """Return the id of the experiment of this name, which is made where it is missing. Its kind is stated, unless a
     person has chosen another one, or the server is Azure ML, whose pages do not ask. Raise MlflowException where it was
     deleted: MLflow keeps its name."""
-    found = client.get_experiment_by_name(name)
-    if found is not None and found.lifecycle_stage != "active":
-        from mlflow.exceptions import MlflowException
+    from mlflow.exceptions import MlflowException
 
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            found = client.get_experiment(client.create_experiment(name, artifact_location(tracking_uri)))
+        except MlflowException:
+            found = client.get_experiment_by_name(name)  # another process may have made it at the same time
+            if found is None:
+                raise
+    if found.lifecycle_stage != "active":
         raise MlflowException(
             f"the MLflow experiment {name!r} was deleted: bring it back (mlflow experiments restore --experiment-id "
-            f"{found.experiment_id}), or name another one in experiment in DTRAIN_OPTIONS"
+            f"{found.experiment_id}), or name another one (experiment in DTRAIN_OPTIONS)"
         )
-    experiment_id = found.experiment_id if found else client.create_experiment(name, artifact_location(tracking_uri))
     if WORKSPACE not in tracking_uri:
-        prepare_list(client, experiment_id, found.tags if found else {})
-    return str(experiment_id)
+        prepare_list(client, found.experiment_id, found.tags)
+    return str(found.experiment_id)
 
 
 def prepare_list(client: MlflowClient, experiment_id: str, known: Mapping[str, str]) -> None:
