@@ -32,6 +32,7 @@ MOST_WORDS = 300
 MOST_CHARACTERS = 4000
 """The most characters of a reason, and of a line."""
 _BEFORE_LOG = re.compile(r";?\s*(?:the end of its log|it said):\s*$")
+_NOBODY = "No process was left to record how it ended"
 _FIRST = re.compile(r"rank \d+ on node (\d+) failed first")
 _ERROR = re.compile(r"(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b.*")
 
@@ -79,7 +80,7 @@ def describe_failure(
     if not lines and node is not None:
         lines = tail.get(node, "").splitlines()
     if not reason:
-        reason = "No process was left to record how it ended" if not result.get("error") else ""
+        reason = _NOBODY if not result.get("error") else ""
     lines = [line for line in lines if line.strip()][-LAST_LINES:]
     if len(lines) > 1 and lines[-1].strip() in lines[-2]:  # the trainer prints its error below the traceback
         lines.pop()
@@ -104,7 +105,10 @@ def end_in_words(state: str, status: Mapping[str, Any], result: Mapping[str, Any
     if state == JobState.FAILED:
         mine = result if result.get("launch") in (None, launch.get("launch")) else {}
         title, said = _title(status, mine), _cause(mine, rest.splitlines()) or said
-        said = f"{title}: {said}" if said and mine.get("status") == "budget" else said or title
+        if mine.get("status") == "budget":
+            said = f"{title}: {said}" if said else title
+        else:
+            said = said or (_NOBODY if title == "failed" else title)
     elif state == JobState.CANCELLED:
         said = said or "somebody cancelled it"
     elif state == JobState.QUEUED:

@@ -22,7 +22,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from dtrain_dagster.clusters.base import ClusterError
@@ -73,8 +73,13 @@ def build_app(
     def plotly(request: Request) -> Response:
         return FileResponse(page.find_plotly_js(), headers={"cache-control": "max-age=86400"})
 
+    static = StaticFiles(directory=page.STATIC)
+
+    async def file(request: Request) -> Response:
+        return await static.get_response(request.url.path[1:], request.scope)
+
     routes = [*list_routes(board), *job_routes(board, places, logs, desk), Route("/metrics", metrics)]
-    files = [Route("/plotly.js", plotly), Mount("/", StaticFiles(directory=page.STATIC))]
+    files = [Route("/plotly.js", plotly), Route("/{name}.js", file), Route("/{name}.css", file)]  # no page's template
     return Starlette(routes=[*routes, *files], middleware=[Middleware(Guard, rules=rules), compression])
 
 

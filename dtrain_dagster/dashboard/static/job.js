@@ -60,7 +60,7 @@ function readPlace() {
   const now = place();
   const name = now.get("tab") || "charts";
   if (PAGE.live) {
-    Object.assign(logs, { node: now.get("node") || "", cursor: "" });
+    logs.node = now.get("node") || "";
   }
   showTab(TABS.some(([tab]) => tab === name) ? name : "charts");
 }

@@ -75,14 +75,13 @@ async function pollLogs(anew) {
     const body = await ask(`${encodeURIComponent(job.id)}/logs.json?${new URLSearchParams({ node })}`, call.signal);
     if (logs.call !== call) return;
     drawNodes(body.nodes);
-    if (isSame && logs.atEnd === false) return;
-    const made = body.lines.map(lineOf);
-    if (!isSame || box.textContent !== made.map(line => line.textContent).join("")) {
+    const made = body.lines.map(lineOf), isRead = isSame && logs.atEnd === false;
+    if (!isRead && (!isSame || box.textContent !== made.map(line => line.textContent).join(""))) {
       box.replaceChildren(...made);
       box.scrollTop = box.scrollHeight;
     }
     logs.drawn = node;
-    const found = `${many(made.length)} lines`;
+    const found = `${many(box.childElementCount)} lines`;
     element("log-count").textContent = body.nodes.length ? body.is_cut ? `the last ${found}; dtrain logs has all` : found : "nothing was printed yet";
   } catch (error) {
     if (logs.call !== call) return;

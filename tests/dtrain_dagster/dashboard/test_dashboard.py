@@ -199,6 +199,16 @@ def test_the_server_tells_what_is_new(served: tuple[str, RunDir]):
     assert second["job"]["state"] == "failed", "a local job without a supervisor runs no more, whatever its status says"
 
 
+def test_a_pages_files_are_served_and_its_template_is_not(served: tuple[str, RunDir]):
+    url, _ = served
+    found = {
+        name: requests.get(f"{url}/{name}", timeout=10) for name in ("job.js", "job.css", "job.html", "jobs/newer/")
+    }
+    assert [each.status_code for each in found.values()] == [200, 200, 404, 200]
+    assert found["jobs/newer/"].url == f"{url}/jobs/newer", "an address with a slash at its end is the page's, too"
+    assert all("default-src 'none'" in each.headers["content-security-policy"] for each in found.values())
+
+
 def test_the_page_says_what_a_job_does_after_its_last_step(tmp_path: Path):
     rundir = write_run(tmp_path, "ends", told(4))
     rundir.write_json("plan.json", {"tier": "dedicated", "work": {"steps": 20}, "phases": {"finish": 40.0}})

@@ -38,6 +38,7 @@ def row(job_id: str = "mine", state: str = "succeeded", usd: float | None = None
         ("failed", {"message": "rank 1 failed first; the end of its log:\nbye"}, {}, "rank 1 failed first"),
         ("failed", {"message": "lost", "exit_code": 5}, {}, "lost"),
         ("failed", {"exit_code": -9}, {}, "failed: killed by SIGKILL"),
+        ("failed", {}, {}, "No process was left to record how it ended"),
         ("failed", {"message": "lost"}, {"error": "loss is nan", "launch": 2}, "loss is nan"),
         ("failed", {"message": "lost"}, {"error": "of before", "launch": 1}, "lost"),
         ("failed", {}, {"status": "budget", "error": "1 h was paid"}, "stopped by its budget: 1 h was paid"),

@@ -106,7 +106,7 @@ def test_no_other_site_gives_an_order(tmp_path: Path) -> None:
         assert post(url, "mine", "resume", Host="mine.example").status_code == 403
         form = requests.post(f"{url}/jobs/mine/orders", data={"order": "resume"}, timeout=10)
         assert form.status_code == 415, "a form of a website cannot send JSON"
-        assert requests.get(f"{url}/jobs/mine/orders", timeout=10).status_code == 404
+        assert requests.get(f"{url}/jobs/mine/orders", timeout=10).status_code == 405
         refused = post(url, "mine", "resume")
         assert (refused.status_code, "not ordered from this home" in refused.text) == (409, True)
         assert post(url, "nobody", "cancel").status_code == 404
