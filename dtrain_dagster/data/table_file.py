@@ -136,10 +136,13 @@ def open_table(files: Sequence[Path], scratch: Path) -> Table:
     for name in names:
         try:
             check_name(name)
-            found = dict.fromkeys(type_of_column(schema.field(name)) for schema in schemas)
+            found: dict[str, Path] = {}
+            for path, schema in zip(files, schemas, strict=True):
+                found.setdefault(type_of_column(schema.field(name)), path)
             found.pop("", None)
             if len({KINDS[kind] for kind in found}) > 1:
-                raise DataError(f"the column {name!r} is {' and '.join(found)}, by the file: convert it to one of them")
+                types_found = " and ".join(f"{kind} in {path}" for kind, path in found.items())
+                raise DataError(f"the column {name!r} is {types_found}: convert it to one of them")
             types[name] = "number" if len(found) > 1 else "".join(found)
         except DataError as error:
             problems[name].append(str(error))

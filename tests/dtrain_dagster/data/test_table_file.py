@@ -39,7 +39,7 @@ def test_files_need_the_same_columns_of_any_width_and_order(tmp_path: Path) -> N
     assert [sorted(WORDS)[int(code) - 1] for code in rows["colour"]] == given["colour"].tolist()
     assert rows["level"].tolist() == given["level"].tolist()
     pq.write_table(pa.table({"x": ["a"], "colour": ["red"], "level": [1]}), files / "3.parquet")
-    with pytest.raises(DataError, match=r"column 'x' is number and string, by the file: convert"):
+    with pytest.raises(DataError, match=r"'x' is number in .*0.parquet and string in .*3.parquet: convert"):
         build_rows(str(files), str(tmp_path), RowParams(target="level"))
 
 
