@@ -127,6 +127,8 @@ class Supervisor:
         status = self.rundir.read_json(STATUS) or {}
         self.replacements, self.preemptions = status.get("replacements", 0), status.get("preemptions", 0)
         self.started_at = status.get("started_at") or self.started_at
+        if status:  # who waits for it waits no longer: an engine may take its time for many nodes
+            self.rundir.write_json(STATUS, status | {"pid": os.getpid()})
         found = self.placer.resume_launch(self.launch)
         say(f"another supervisor continues launch {self.launch['launch']}: nodes {sorted(found)} are there")
         for node_id in set(range(self.launch["node_count"])) - found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -244,3 +245,18 @@ def test_a_job_of_an_engine_is_on_record_before_a_node_is_asked_for(make: Callab
     job.placer.start = buy  # type: ignore[method-assign]
     assert job.run()["state"] == JobState.SUCCEEDED
     assert seen == ["queued", "queued"]
+
+
+def test_a_supervisor_that_goes_on_with_a_job_says_so_before_it_looks_for_nodes(make: Callable[..., Job]) -> None:
+    job, seen = make(ended(0, 0), result=DONE), list[Any]()
+    job.rundir.write_json(STATUS, {"state": "running", "pid": 1, "replacements": 1})
+
+    def find(launch: Mapping[str, Any]) -> set[int]:
+        seen.append(job.rundir.read_json(STATUS))
+        job.placer.begin_launch(launch)
+        return set()
+
+    job.placer.resume_launch = find  # type: ignore[method-assign]
+    assert job.supervisor.run(resumes=True) is JobState.SUCCEEDED
+    assert seen == [{"state": "running", "pid": os.getpid(), "replacements": 1}]
+    assert (job.rundir.read_json(STATUS) or {})["replacements"] == 1
