@@ -57,6 +57,8 @@ def count_values(domain: Any) -> float:
     """Return the number of values of a range; infinity for one of real numbers without steps."""
     if (choices := getattr(domain, "choices", None)) is not None:
         return len(choices)
+    if domain.single():
+        return 1
     return round((domain.high - domain.low) / domain.step) + 1 if domain.step else math.inf
 
 
@@ -69,6 +71,8 @@ def values_of(domain: Any) -> Sequence[Value]:
     """Return all values of a range that has finitely many."""
     if (choices := getattr(domain, "choices", None)) is not None:
         return list(choices)
+    if domain.single():
+        return [domain.low]
     return [min(domain.low + place * domain.step, domain.high) for place in range(int(count_values(domain)))]
 
 

@@ -47,12 +47,14 @@ def test_of_a_space_of_few_trials_none_is_left_out_or_drawn_twice(sampler: Sampl
             "model.args.channels": [[8, 16], [8, 32]],
             "model.args.layers": {"low": 1, "high": 9, "step": 4},
             "training.clip_norm": {"low": 0.1, "high": 0.2, "step": 0.1},
+            "training.weight_decay": {"low": 0.5, "high": 0.5},
         }
     )
+    assert count_trials(space) == 12
     known: list[Trial] = []
     while values := draw_values(space, sampler, 1, len(known), known, (), 1.0):
         known.append(Trial(number=len(known), values=values, of=1, scores=(1.0,), state=TrialState.COMPLETE))
-    wanted = product([[8, 16], [8, 32]], (1, 5, 9), (0.1, 0.2))
+    wanted = product([[8, 16], [8, 32]], (1, 5, 9), (0.1, 0.2), (0.5,))
     assert sorted(list(trial.values.values()) for trial in known) == sorted(map(list, wanted))
 
 
