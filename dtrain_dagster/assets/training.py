@@ -144,7 +144,7 @@ def build_trained_checkpoint(pipeline: Pipeline) -> dg.AssetsDefinition:
 
 
 def start_planned(run: ClusterRun, plan: TrainingPlan, job: JobConfig, got: ClusterConfig, is_new: bool) -> None:
-    """Start the job that carries a plan out, on the nodes that were got, within its limits and all ceilings. Raise
+    """Start the job that carries a plan out, on the nodes that were got, within its limits and the ceiling. Raise
     `dagster.Failure` for what they do not allow. ``is_new``: whether it was never started before."""
     refuse_dearer_nodes(run, plan, got)
     usage = run.manager.node_usage(job.job_id) if plan.stop_at_usd and not is_new else []
