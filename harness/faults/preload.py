@@ -70,18 +70,9 @@ def main() -> int:
             running.discard(ended[0])
             control.sendall(json.dumps({"ended": ended[0], "status": ended[1]}).encode() + b"\n")
     for pid in running:  # whoever asked is gone: a supervisor that dies takes its nodes along
-        for child in _children(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.waitpid(pid, 0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     return 0
-
-
-def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(text) for text in file.read().split()]
-    return []
 
 
 def _supervise(order: Mapping[str, Any]) -> int:
