@@ -17,6 +17,7 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+from mlflow.exceptions import MlflowException
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import endpoint, run_model
@@ -115,8 +116,10 @@ def test_an_experiment_that_another_makes_at_the_same_time_is_taken(tmp_path: Pa
     client = open_client(uri)
     theirs, get = client.create_experiment("e"), client.get_experiment_by_name
     asked = Mock(side_effect=lambda name: None if asked.call_count == 1 else get(name))
-    with patch.object(client, "get_experiment_by_name", asked):
+    told = Mock(side_effect=[MlflowException("UNIQUE constraint failed"), None, None])
+    with patch.multiple(client, get_experiment_by_name=asked, set_experiment_tag=told):
         assert ensure_experiment(client, "e", uri) == theirs
+    assert told.call_args_list[0] == told.call_args_list[1]
 
 
 def test_of_two_runs_made_at_once_the_older_one_stays(tmp_path: Path) -> None:

@@ -191,13 +191,18 @@ def ensure_experiment(client: MlflowClient, name: str, tracking_uri: str) -> str
 def prepare_list(client: MlflowClient, experiment_id: str, known: Mapping[str, str]) -> None:
     """State an experiment's kind, unless a person has chosen another one, and the columns of its list of runs, as
     MLflow's button *Share* does: the page shows them under ``?viewStateShareKey=`` and the key. ``known``: its tags."""
+    from mlflow.exceptions import MlflowException
+
     columns = json.dumps(
         {"selectedColumns": COLUMNS, "columnOrder": COLUMNS, "columnWidths": dict.fromkeys(COLUMNS, COLUMN_PIXELS)}
     )
     wanted = {KIND_TAG: known.get(KIND_TAG, KIND), f"{SHARED_VIEW}{VIEW}": columns}
     for name, value in wanted.items():
         if known.get(name) != value:
-            client.set_experiment_tag(experiment_id, name, value)
+            try:
+                client.set_experiment_tag(experiment_id, name, value)
+            except MlflowException:  # another process may have set it at the same time
+                client.set_experiment_tag(experiment_id, name, value)
 
 
 READ_PARAMS = (
