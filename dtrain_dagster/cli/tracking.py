@@ -62,6 +62,11 @@ STATE_TAG, REASON_TAG = "state", "reason"
 STATUS_OF = {FleetState.SUCCEEDED: "FINISHED", FleetState.FAILED: "FAILED", FleetState.ENDED: "KILLED"}
 
 
+MOST_FAILURES = 3
+"""Jobs that could not be written, after which the others are left for who does it again: each waits for a server that
+is gone."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
     """A job as it is written to MLflow from this start on."""
@@ -248,12 +253,15 @@ def record_fleet(records: FleetRecords, jobs: Sequence[Standing], tier: Tier) ->
             group = RunGroup(address, experiment, records.name, (RECORD_TAG, mark), "job_id")
             group.client.set_tag(group.run_id, FLEET_TAG, records.name)
             written = {name for name, run in group.nested.items() if STATE_TAG in run.data.tags}
+            problems = 0
             for item in mine:
-                if item.state.is_final and item.job_id not in written:
-                    try:
-                        _write_end(group, item, tier)
-                    except errors as error:  # such as of a run that somebody has deleted: it hides no other job
-                        said.append(f"MLflow does not have all of {item.job_id}: {redact(str(error))}")
+                if not item.state.is_final or item.job_id in written or problems == MOST_FAILURES:
+                    continue
+                try:
+                    _write_end(group, item, tier)
+                except errors as error:  # such as of a run that somebody has deleted: it hides no other job
+                    problems += 1
+                    said.append(f"MLflow does not have all of {item.job_id}: {redact(str(error))}")
             _end_group(group, mine, records.limits(), records.is_cancelled())
             said.append(f"in MLflow: experiment {experiment}, run {records.name} (`dtrain ui mlflow`)")
         except errors as error:

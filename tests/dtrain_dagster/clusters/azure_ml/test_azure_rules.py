@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dtrain_dagster.clusters.azure_ml import launch_record, orphans
+from dtrain_dagster.clusters.azure_ml import launch_record, manager
 from dtrain_dagster.clusters.azure_ml.client import Service
 from dtrain_dagster.clusters.azure_ml.jobs import (
     JOB_TAG,
@@ -452,7 +452,7 @@ def test_a_compute_is_judged_as_it_is_and_not_as_it_was_listed(tmp_path: Path, m
 class TestOrphans:
     def test_nobodys_jobs(self) -> None:
         def why(name: str, record: Any, settled: bool = False, owner: str | None = "run") -> str:
-            return orphans.why_orphaned(name, record, settled, owner, {"run"})
+            return manager.why_orphaned(name, record, settled, owner, {"run"})
 
         assert not why("j-l2", RECORD)
         assert not why("j-l2", RECORD, owner=None)
@@ -468,12 +468,12 @@ class TestOrphans:
         rundir.write_json(LAUNCH, RECORD)
         tags = {JOB_TAG: "j", LAUNCH_TAG: "2", RUN_DIR_TAG: rundir.uri, RUN_TAG: "ended"}
         job = ServiceJob(name="j-l2", status="Running", tags=tags, compute="c")
-        assert getattr(orphans.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
+        assert getattr(manager.judge_job(job, jobs_uri, {"live"}), "dagster_run_id", None) == "ended"
         for copied in ({"name": "witty-owl"}, {"tags": tags | {RUN_DIR_TAG: "az://elsewhere/jobs/j"}}, {"tags": {}}):
-            assert orphans.judge_job(dataclasses.replace(job, **copied), jobs_uri, {"live"}) is None
+            assert manager.judge_job(dataclasses.replace(job, **copied), jobs_uri, {"live"}) is None
         for owner, is_orphan in (("other", True), ("live", False), (None, False)):
             rundir.write_json(OWNER, {"dagster_run_id": owner})
-            assert (orphans.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
+            assert (manager.judge_job(job, jobs_uri, {"live"}) is not None) is is_orphan
 
 
 class TestCode:
