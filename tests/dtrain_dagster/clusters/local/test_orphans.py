@@ -149,7 +149,7 @@ def test_of_one_node_while_the_others_go_on(cluster):
 def test_orphans_that_end_leave_no_zombies(cluster):
     script = """
     import subprocess
-    code = "import os, time; print(os.fork() or os.getpid(), flush=True); time.sleep(0.3)"
+    code = "import os, time; pid = os.fork() or os.getpid(); os.write(1, b'%d ' % pid); time.sleep(0.3)"
     said = subprocess.run([sys.executable, "-S", "-c", code], check=True, stdout=subprocess.PIPE).stdout
     (OUT / "up").write_bytes(said)
     while not (OUT / "go").exists():
