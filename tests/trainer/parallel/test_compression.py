@@ -89,6 +89,7 @@ def off(grads: list[Tensor], exact: list[Tensor]) -> float:
     return float((mine - theirs).norm() / theirs.norm())
 
 
+@pytest.mark.slow
 def test_each_way_of_summing_comes_to_the_same_on_all_ranks_with_many_buckets(
     worlds: Callable[[int], list[World]],
 ) -> None:
