@@ -23,6 +23,7 @@ from dtrain_dagster.fleet.source import JobSource, ListedJobs
 from dtrain_dagster.fleet.view import FleetWatch
 from trainer.config import DatasetRef, DistributedTrainingConfig, FactoryConfig, JobConfig, TrackingConfig
 from trainer.documents.events import EvaluationEvent
+from trainer.rundir import LIMIT
 
 LIMITS = FleetLimits(budget_usd=1.0, nodes=2, usd_per_node_hour=3.06, margin_seconds=5.0)
 ROOT = Path(__file__).parents[3]
@@ -142,6 +143,7 @@ def test_a_job_that_comes_to_its_limit_goes_on_where_it_was(stage: Stage):
     look_until(runner, lambda: list(rundir.events("step")))
     stage.manager.cancel_job("one")  # as its nodes do at their limit: this work knows none
     rundir.write_json("result.json", {"status": "budget"})
+    rundir.write_json(LIMIT, {"max_node_seconds": 1.0})  # where it stopped: its next limit is beyond that
     look_until(runner, lambda: runner.jobs["one"].launches == 2)
     done = (rundir.read_json("progress.json") or {})["done"]
     assert 0 < done < 20

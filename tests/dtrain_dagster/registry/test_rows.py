@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,13 +94,17 @@ def test_dates_are_sent_in_one_form_whatever_their_fractions() -> None:
 
 
 def test_a_server_is_asked_only_where_it_listens_itself() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other,
-    ):
-        assert listening_port(os.getpid()) == server.getsockname()[1]
-        assert listening_port(other.pid) is None
-        other.kill()
+    serves = "import socket; own = socket.create_server(('127.0.0.1', 0)); print(own.getsockname()[1], flush=True)"
+    started = [
+        subprocess.Popen([sys.executable, "-c", f"{code}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for code in (serves, "print(0, flush=True)")
+    ]
+    (server, port), (other, _) = [(each, int(each.stdout.readline())) for each in started if each.stdout]
+    assert listening_port(server.pid) == port
+    assert listening_port(other.pid) is None
+    for each in started:
+        each.kill()
+        each.communicate()
 
 
 def test_names_and_figures_that_a_node_wrote_are_text_of_a_table() -> None:
