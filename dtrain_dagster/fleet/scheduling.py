@@ -28,10 +28,10 @@ from dtrain_dagster.planning.projection import count_nodes
 from dtrain_dagster.support.formatting import dollars, format_duration
 
 LEAST_WORK_SECONDS = 30.0
-"""Seconds for which a job is promised dollars at least that still runs after all that was expected of it. The next
-look, which may be some seconds away, and its evaluation fit into it."""
+"""A job that still runs after all that was expected of it is promised dollars for at least these seconds: the next
+look, which may be some seconds away, and its evaluation fit into them."""
 UNFORESEEN_SHARE, UNFORESEEN_SECONDS = 0.25, 450.0
-"""Share of its whole work, and at most seconds, for which such a job is promised dollars."""
+"""Such a job is promised dollars for this share of its whole work, but for no more than these seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
