@@ -3,15 +3,16 @@ and a clock that it moves. Real agents are in `test_agents`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dtrain_dagster.clusters.hosts import HostEvent, HostRecord
+from dtrain_dagster.clusters.supervision import agent_placer, placer
 from dtrain_dagster.clusters.supervision.agent_placer import (
     EXCLUSION_PATIENCE_SECONDS,
     LEAVE_SECONDS,
@@ -91,7 +92,7 @@ class Engine:
 
 
 class Clock:
-    """The clock of the supervisor, and of `time`."""
+    """The clock of the supervisor, and of its `time`."""
 
     at = 1000.0
 
@@ -143,8 +144,9 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     clock = Clock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.at)
-    monkeypatch.setattr(time, "sleep", lambda seconds: setattr(clock, "at", clock.at + seconds))
+    own = SimpleNamespace(monotonic=lambda: clock.at, sleep=lambda seconds: setattr(clock, "at", clock.at + seconds))
+    for module in (placer, agent_placer):  # and not `time` itself, which threads that other tests have left sleep with
+        monkeypatch.setattr(module, "time", own)
     return Job(tmp_path, clock)
 
 
