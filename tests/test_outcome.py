@@ -89,6 +89,7 @@ def test_what_passes_alone_is_flaky_and_told(tmp_path: Path) -> None:
     assert "skipped 1: no such thing here" in said
 
 
+@pytest.mark.long
 def test_without_the_option_nothing_is_repeated(tmp_path: Path) -> None:
     status, _, results = run(tmp_path, BESIDE_OTHERS)
     assert (status, results["failed"], results["flaky"]) == (1, 1, 0)
@@ -101,6 +102,7 @@ def test_what_fails_again_fails_the_run(tmp_path: Path) -> None:
     assert "FAILED test_these.py::test_beside_others" not in said.rpartition("short test summary")[2]
 
 
+@pytest.mark.long
 def test_a_teardown_is_repeated_with_its_whole_file(tmp_path: Path) -> None:
     """The last test of a file alone would never fail in what another one has done to their fixture."""
     status, _, results = run(tmp_path, TEARDOWN.format(forgiven=False), "--repeat-alone", "--dist", "loadfile")
@@ -109,6 +111,7 @@ def test_a_teardown_is_repeated_with_its_whole_file(tmp_path: Path) -> None:
     assert (status, results["error"], results["flaky"]) == (1, 0, 1)
 
 
+@pytest.mark.long
 def test_a_quarantined_test_may_be_flaky(tmp_path: Path) -> None:
     test = "test_these.py::test_beside_others"
     quarantine = f'import tests.outcome\ntests.outcome.QUARANTINED["{test}"] = ("shares a port", "2026-11-28")\n'

@@ -93,6 +93,7 @@ def release(folder: Path, *arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_release_that_is_tried_changes_nothing_and_a_file_that_is_not_packed_refuses_it(tmp_path: Path):
     repository = make_repository(tmp_path / "repository", copy_name)
@@ -109,6 +110,7 @@ def test_a_release_that_is_tried_changes_nothing_and_a_file_that_is_not_packed_r
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_release_of_these_packages_is_complete(tmp_path: Path):
     repository = make_repository(tmp_path / "repository", copy_all)

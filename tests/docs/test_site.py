@@ -71,8 +71,8 @@ def test_pages_break_no_rule_of_accessibility(site: Path):
     needs fewer pages; `test_site_pages` has all of both."""
     from axe_playwright_python.sync_playwright import Axe
 
-    light = ("index", "tutorial", "comparison", "monitoring", "reference/settings")
-    schemes: dict[Literal["light", "dark"], tuple[str, ...]] = {"light": light, "dark": ("index", "tutorial")}
+    light = "index", "monitoring", "reference/settings"
+    schemes: dict[Literal["light", "dark"], tuple[str, ...]] = {"light": light, "dark": ("tutorial",)}
     with chromium() as browser:
         for scheme, names in schemes.items():
             page = browser.new_page(color_scheme=scheme, viewport={"width": 1300, "height": 900})
