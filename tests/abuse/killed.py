@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,18 @@ STEPS = {
     "open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.symlink", "shutil.rmtree",
 }  # fmt: skip
 """Events of the interpreter (`sys.addaudithook`) that count as steps."""
+PATIENCE_SECONDS = 120.0
 
 
-def in_fork(work: Callable[[], Any], folder: Path, kill_at: int | None = None) -> tuple[Any, int]:
+def in_fork(
+    work: Callable[[], Any], folder: Path, kill_at: int | None = None, tries: int = 2
+) -> tuple[Any, int]:
     """Return what the work gives and how many steps in the folder it took; (None, 0) if it was killed at one of them.
-    Raise RuntimeError with its stack trace if it fails."""
+    Raise RuntimeError with its stack trace if it fails.
+
+    A fork of a process with threads may inherit a lock that nobody is left to release: one that says nothing is ended,
+    and the work is done once more.
+    """
     reader, writer = os.pipe()
     if not (child := os.fork()):
         os.close(reader)
@@ -35,6 +44,12 @@ def in_fork(work: Callable[[], Any], folder: Path, kill_at: int | None = None) -
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
+        if not select.select([file], [], [], PATIENCE_SECONDS)[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            assert tries > 1, "no fork of this process does the work to its end"
+            warnings.warn("a fork of this process hung, and the work is done once more", stacklevel=2)
+            return in_fork(work, folder, kill_at, tries - 1)
         found = json.loads(file.read() or '{"gave": null, "steps": 0}')
     _, status = os.waitpid(child, 0)
     if "error" in found:
