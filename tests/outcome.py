@@ -221,6 +221,8 @@ class Outcome:
             except (OSError, ValueError):
                 return  # it did not come to its end: all stay failed
         alone = {test: outcome for test, (outcome, *_) in told.items()}
+        if costly:  # other machines of its host may have slowed this one since
+            budget = max(budget, self.config.option.cpu_budget * slowness())
         for test, cpu in costly.items():
             if told.get(test, [None, 0, cpu])[2] <= budget:
                 del self.over_budget[test]

@@ -45,8 +45,10 @@ _POLL_SECONDS = 0.05
 def main() -> int:
     control = socket.socket(fileno=os.dup(0))
     os.environ.update(ENVIRONMENT)
+    gc.disable()
     for name in _MODULES:
         __import__(name)
+    gc.enable()
     gc.freeze()  # or the collector of every child would copy all of it
     threads = len(os.listdir("/proc/self/task"))
     control.sendall(json.dumps({"ready": os.getpid(), "threads": threads}).encode() + b"\n")

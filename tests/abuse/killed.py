@@ -23,9 +23,7 @@ STEPS = {
 PATIENCE_SECONDS = 120.0
 
 
-def in_fork(
-    work: Callable[[], Any], folder: Path, kill_at: int | None = None, tries: int = 2
-) -> tuple[Any, int]:
+def in_fork(work: Callable[[], Any], folder: Path, kill_at: int | None = None, tries: int = 2) -> tuple[Any, int]:
     """Return what the work gives and how many steps in the folder it took; (None, 0) if it was killed at one of them.
     Raise RuntimeError with its stack trace if it fails.
 

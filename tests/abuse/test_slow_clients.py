@@ -87,6 +87,7 @@ def answers(port: int) -> bool:
         connection.close()
 
 
+@pytest.mark.slow
 def test_an_ordinary_client_is_answered_beside_more_half_requests_than_there_may_be_connections(port: int):
     web_server.raise_descriptors()
     chance = random.Random(0)

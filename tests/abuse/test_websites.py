@@ -146,6 +146,7 @@ class Dagster:
         return len(runs)
 
 
+@pytest.mark.slow
 def test_a_foreign_page_starts_nothing_and_it_is_the_guard_that_it_fails_at(dagster: Dagster):
     with served(Guard(dagster.app, ui_rules()), websockets=True) as port:
         statuses = {name: send(port, request) for name, request in forged(port).items()}

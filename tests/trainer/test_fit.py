@@ -631,6 +631,7 @@ def test_data_are_named_by_content_and_reading_them_leaves_random_states() -> No
     assert before[1] == np.random.get_state()[1].tolist()
 
 
+@pytest.mark.slow
 def test_the_script_of_the_documentation_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "own-model-and-data.md").read_text()
     [script] = re.findall(r"```python\n(import torch\n.*?)```", text, re.DOTALL)

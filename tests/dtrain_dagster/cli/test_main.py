@@ -83,6 +83,7 @@ def test_commands_and_options_are_those_that_people_have_learnt():
     assert found == OPTIONS
 
 
+@pytest.mark.slow
 def test_help_and_commands_load_nothing_that_they_do_not_need():
     ask = "from dtrain_dagster.cli.common import manager_of, read_settings; manager_of(read_settings())"
     every = "; ".join(f"load_command({name!r})" for names in SECTIONS.values() for name in names)

@@ -148,6 +148,7 @@ def test_a_search_of_which_every_process_is_killed_goes_on_and_buys_nothing_twic
         (["--space", "space.json", "--name", "a/b"], "--name 'a/b'"),
     ],
 )
+@pytest.mark.slow
 def test_a_mistake_is_named_before_anything_is_bought(place: Path, options: list[str], words: str) -> None:
     found = CliRunner().invoke(main, ["search", "--dataset", "walks", *options])
     assert found.exit_code == 2, found.output

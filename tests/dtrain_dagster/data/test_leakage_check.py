@@ -97,6 +97,7 @@ def test_long_windows_are_learned_from_as_short_ones_are() -> None:
     assert solved == [40, 30]
 
 
+@pytest.mark.slow
 def test_a_dataset_without_volatility_is_refused_in_a_sentence(panel: Panel, tmp_path, capsys) -> None:
     folder = tmp_path / "dataset"
     shutil.copytree(panel.dataset.uri, folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +89,7 @@ def granted(jobs: Iterable[Standing]) -> int:
     return sum(item.paid_units if item.state.is_final else item.grant_units for item in jobs)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_no_decision_promises_more_dollars_or_nodes_than_there_are_or_forgets_a_job(data: st.DataObject):
