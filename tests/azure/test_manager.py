@@ -255,16 +255,18 @@ def test_only_who_tends_a_job_goes_on_with_it(stage: Stage) -> None:
 def test_paid_time_is_what_nodes_wrote_and_ends_when_they_were_last_heard_of(stage: Stage) -> None:
     manager, spec = stage.run(FOREVER)
     rundir, now = RunDir(spec.run_dir), time.time()
-    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 280, last_seen_at=now))
+    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 280, last_seen_at=now - 9))
+    rundir.write_node(NodePresence(node_id=0, launch=1, started_at=now - 5, last_seen_at=now, incarnation=2))
     rundir.write_node(NodePresence(node_id=1, launch=1, started_at=now - 280, last_seen_at=now - 200))
-    here, gone = manager.node_usage(spec.job_id)
+    lost, here, gone = manager.node_usage(spec.job_id)
+    assert lost.ended_at == now - 9, "its place is taken"
     assert (here.sku, here.tier) == (V100, "dedicated")
     assert here.ended_at >= now
     assert gone.ended_at == now - 200
     manager.cancel_job(spec.job_id)
-    ends = {node.node_id: node.ended_at for node in rundir.nodes()}
-    assert ends[1] == now - 200
-    assert now <= ends[0] <= time.time()
+    ends = {(node.node_id, node.incarnation): node.ended_at or 0.0 for node in rundir.nodes()}
+    assert (ends[0, 1], ends[1, 1]) == (now - 9, now - 200)
+    assert now <= ends[0, 2] <= time.time()
 
 
 def test_orphans_are_found_and_ended(stage: Stage) -> None:

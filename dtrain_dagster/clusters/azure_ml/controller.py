@@ -468,13 +468,16 @@ class JobController:
         return found
 
     def _end_stays(self, ended_at: float | None) -> None:
-        """Write the end of nodes that could not: a node heard of shortly before the job ended was present until then, a
-        silent one until it was last heard of."""
+        """Write the end of nodes that could not: a node heard of shortly before the job ended was present until then; a
+        silent one, and one in whose place another came, until it was last heard of."""
         end = min(ended_at or time.time(), time.time())
-        for node in self.rundir.nodes(skip_damaged=True):
+        nodes = self.rundir.nodes(skip_damaged=True)
+        latest = presences.find_latest_presences(nodes)
+        for node in nodes:
             if node.ended_at is None:
                 seen = presences.end_of(node)
-                self.rundir.write_node(replace(node, ended_at=end if 0 <= end - seen < self.stale else seen))
+                was_here = node in latest and 0 <= end - seen < self.stale
+                self.rundir.write_node(replace(node, ended_at=end if was_here else seen))
 
     def _logs_of(self, job_name: str, record: Record) -> dict[int, str]:
         with self.jobs.service.looking():
