@@ -24,8 +24,8 @@ import dagster as dg
 
 # Dagster's hundred thousand objects stay for as long as the process lives: the collections of garbage that our own
 # imports and everything after them set off need not walk over them again. What is freed by counting references still
-# is; a cycle among them that became garbage later would stay, and modules, classes and functions make none. Assets load
-# torch and MLflow, whose objects stay as well: they set off a tenth as many collections.
+# is; a cycle among them that became garbage later would stay, and modules, classes and functions make none. The objects
+# of torch and MLflow, which assets load, stay as well: with a higher threshold they set off far fewer collections.
 gc.freeze()
 gc.set_threshold(10_000, 10, 10)
 

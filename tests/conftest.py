@@ -104,14 +104,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collecting makes millions of objects that live to the end: Python's garbage collector would look through them
-    again and again. What is imported later it need not look through as often as it does by default."""
+    again and again."""
     forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(10_000, 20, 50)
         gc.enable()
         sys.dont_write_bytecode = forbidden
 

@@ -11,7 +11,6 @@ import select
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,15 @@ STEPS = {
 }  # fmt: skip
 """Events of the interpreter (`sys.addaudithook`) that count as steps."""
 PATIENCE_SECONDS = 120.0
+"""Within which a fork does its work."""
 
 
-def in_fork(work: Callable[[], Any], folder: Path, kill_at: int | None = None, tries: int = 2) -> tuple[Any, int]:
+def in_fork(work: Callable[[], Any], folder: Path, kill_at: int | None = None) -> tuple[Any, int]:
     """Return what the work gives and how many steps in the folder it took; (None, 0) if it was killed at one of them.
     Raise RuntimeError with its stack trace if it fails.
 
-    A fork of a process with threads may inherit a lock that nobody is left to release: one that says nothing is ended,
-    and the work is done once more.
+    A fork of a process with threads may inherit a lock that nobody is left to release. One that hangs is aborted, so
+    that `faulthandler`, which pytest has enabled, prints where.
     """
     reader, writer = os.pipe()
     if not (child := os.fork()):
@@ -43,11 +43,9 @@ def in_fork(work: Callable[[], Any], folder: Path, kill_at: int | None = None, t
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
         if not select.select([file], [], [], PATIENCE_SECONDS)[0]:
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGABRT)
             os.waitpid(child, 0)
-            assert tries > 1, "no fork of this process does the work to its end"
-            warnings.warn("a fork of this process hung, and the work is done once more", stacklevel=2)
-            return in_fork(work, folder, kill_at, tries - 1)
+            raise RuntimeError(f"the fork said nothing for {PATIENCE_SECONDS:g} s; its stacks are on standard error")
         found = json.loads(file.read() or '{"gave": null, "steps": 0}')
     _, status = os.waitpid(child, 0)
     if "error" in found:
