@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -101,10 +103,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks and unwanted & set(re.findall(r"\b(?:mark\.)?\w+", marks[1])) else None
 
 
+WAIT = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In a clone that has run no test yet, the other workers wait for the first one, which then removes the file."""
+    if WAIT not in node.config.stash:
+        is_fresh = not any(Path(__file__).parent.rglob("test_*-pytest-*.pyc"))
+        node.config.stash[WAIT] = tempfile.mkstemp(prefix="dtrain-collecting-")[1] if is_fresh else ""
+    node.workerinput["wait"] = node.config.stash[WAIT]
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Collecting makes millions of objects that live to the end: Python's garbage collector would look through them
-    again and again."""
+    again and again. To rewrite the assertions of all files takes as long again, so one worker does it for all."""
+    worker: dict[str, str] = getattr(session.config, "workerinput", {})
+    wait, is_first = worker.get("wait"), worker.get("workerid") == "gw0"
+    if wait and not is_first:
+        patience = time.monotonic() + 120
+        while os.path.exists(wait) and time.monotonic() < patience:
+            time.sleep(0.1)
     forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     gc.disable()
     try:
@@ -113,6 +133,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.enable()
         sys.dont_write_bytecode = forbidden
+        if wait and is_first:
+            os.unlink(wait)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

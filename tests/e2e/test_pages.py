@@ -241,7 +241,7 @@ def test_any_job_is_found_and_the_list_follows_what_happens(project: Project, ur
 @pytest.mark.parametrize(
     ("address", "there"),
     [
-        ("", "#rows tr"),
+        pytest.param("", "#rows tr", marks=pytest.mark.long),
         ("jobs/train-00000001-00000001", "#headline .figure"),
         pytest.param("jobs/broken", "#failure", marks=pytest.mark.long),
     ],

@@ -61,7 +61,7 @@ def test_tar_files_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         streams.train(stream, str(tmp_path / "other"), gradient_accumulation_steps=5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_table(tmp_path: Path) -> None:
     """On one node and for fewer epochs, which tell as much."""
     script = script_of(TABLE.read()).replace("tumours.parquet", f"{tmp_path}/t.parquet")

@@ -30,7 +30,7 @@ class InThisProcess:
         return CliRunner().invoke(main, command[1:], catch_exceptions=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_year_is_trained_once_and_all_years_are_judged_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -125,7 +125,7 @@ def heard_in_clear(wire: Wire) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("is_static", [False, pytest.param(True, marks=pytest.mark.long)], ids=["cluster", "fixed"])
-@pytest.mark.parametrize("encryption", ["auto", "required", "off"])
+@pytest.mark.parametrize("encryption", ["auto", pytest.param("required", marks=pytest.mark.long), "off"])
 def test_nothing_is_readable_on_the_wire_unless_encryption_is_off(
     new_training: Callable[..., Training], hosts: Hosts, encryption: str, is_static: bool
 ) -> None:

@@ -108,7 +108,7 @@ def test_the_time_of_reports_and_between_epochs_is_part_of_steps(
     assert others > 0.99 * (29 * 0.02 + 2 * 1.0), "of all steps but the last, and of two turns"
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_world_size_does_not_change_the_losses(
     whole: Job, new_job: NewJob, world: int, record_property: Callable[[str, Any], None]
 ) -> None:

@@ -474,14 +474,13 @@ def test_the_server_is_one_process_and_dies_with_whoever_started_it(
     home: Home, server: ScoringEndpoint, model: RegisteredModel
 ) -> None:
     """The second one loses its parent while it starts, when all that ends it has been set."""
-    children = psutil.Process().children(recursive=True)
-    [ready] = [each for each in children if each.status() != psutil.STATUS_ZOMBIE and "uvicorn" in each.cmdline()]
+    [ready] = [each for each in psutil.Process().children(recursive=True) if is_scoring(each)]
     assert ready.children() == []
     with home.models.files(model.name, model.version) as folder:
         starting = multiprocessing.get_context("fork").Process(target=start_server, args=(folder,))
         starting.start()
         try:
-            until(lambda: any(is_limited(each) for each in psutil.Process(starting.pid).children()))
+            until(lambda: any(is_scoring(each) for each in psutil.Process(starting.pid).children()))
             [process] = psutil.Process(starting.pid).children()
         finally:
             starting.kill()
@@ -493,10 +492,12 @@ def test_the_server_is_one_process_and_dies_with_whoever_started_it(
                 process.kill()
 
 
-def is_limited(process: psutil.Process) -> bool:
-    """Whether it runs the server, and no longer what sets its limits."""
+def is_scoring(process: psutil.Process) -> bool:
+    """Whether it runs a model's server, and no longer what sets its limits; nor that of another test's experiments."""
+    if process.status() == psutil.STATUS_ZOMBIE:
+        return False
     words = process.cmdline()
-    return "uvicorn" in words and not any(word.endswith("limited.py") for word in words)
+    return any("scoring_server" in word for word in words) and not any(word.endswith("limited.py") for word in words)
 
 
 def alive(process: psutil.Process) -> bool:

@@ -128,9 +128,9 @@ def test_a_dataset_three_times_the_limit_is_read_within_it(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_readers_share_what_is_in_memory(tmp_path: Path) -> None:
     """Each has all of it at hand, and has a share of it: in proportional set sizes shared pages count once over all."""
-    size = 20_000_000
+    size = 60_000_000
     folder = large_dataset(tmp_path, size // 10**6)
-    readers = [start(folder, [None], None, 100) for _ in range(2)]
+    readers = [start(folder, [None], None, 50) for _ in range(2)]
     try:
         anonymous = [json.loads(said(reader))["anonymous"] for reader in readers]
         shares = []
@@ -141,7 +141,7 @@ def test_readers_share_what_is_in_memory(tmp_path: Path) -> None:
         for reader in readers:
             reader.kill()
             reader.wait()
-    assert max(anonymous) < 24 << 20
+    assert max(anonymous) < 0.75 * size, "of which torch and its batches are half, by chance of how they are laid out"
     assert min(resident for resident, _ in shares) > 0.9 * size
     assert sum(share for _, share in shares) < 1.1 * size
 
