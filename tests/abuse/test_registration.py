@@ -17,7 +17,6 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-from mlflow.exceptions import MlflowException
 
 from dtrain_dagster.jobs.orders import Order
 from dtrain_dagster.registry import endpoint, run_model
@@ -111,6 +110,8 @@ def test_the_run_of_another_job_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_an_experiment_that_another_makes_at_the_same_time_is_taken(tmp_path: Path) -> None:
+    from mlflow.exceptions import MlflowException
+
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     copy_tables(tmp_path / "mlflow.db")
     client = open_client(uri)
