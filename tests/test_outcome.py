@@ -46,7 +46,7 @@ import sys
 import time
 import pytest
 
-SPIN = "import time\\nwhile time.process_time() < 0.5: pass"
+SPIN = "import time\\nwhile time.process_time() < 0.3: pass"
 
 def spin(): subprocess.run([sys.executable, "-c", SPIN], check=True)
 def test_cheap(): pass
@@ -121,7 +121,7 @@ def test_a_quarantined_test_may_be_flaky(tmp_path: Path) -> None:
 
 
 def test_an_unmarked_test_that_costs_too_much_fails_the_run(tmp_path: Path) -> None:
-    status, said, results = run(tmp_path, COSTLY, "--cpu-budget", "0.1", "--repeat-alone")
+    status, said, results = run(tmp_path, COSTLY, "--cpu-budget", "0.06", "--repeat-alone")
     assert (status, results["passed"]) == (1, 4)
     assert list(results["over_budget"]) == ["test_these.py::test_costly"]
     assert "OVER BUDGET test_these.py::test_costly" in said

@@ -99,13 +99,9 @@ def test_many_that_propose_at_once_write_one_record(
 ) -> None:
     crowd, first = begin(nodes)
     monkeypatch.setattr(membership, "count_acting", lambda waited: 99)
-    last = first
-    for number in (2, 3):
-        last = together(crowd, last, step=number)
-        assert (last.number, names_of(last)) == (number, NAMES)
-        enter(crowd, last)
-    written = generations(open_storage(str(tmp_path)))
-    assert (len(written), written[-1]) == (3, last)
+    last = together(crowd, first, step=2)
+    assert (last.number, names_of(last)) == (2, NAMES)
+    assert generations(open_storage(str(tmp_path))) == [first, last]
 
 
 def test_two_that_do_not_reach_each_other_are_both_in_over_one_that_all_reach(nodes: Make) -> None:
@@ -119,7 +115,7 @@ def test_two_that_do_not_reach_each_other_are_both_in_over_one_that_all_reach(no
     assert second.members[0].member not in (one.mine.member, other.mine.member)
 
 
-@pytest.mark.parametrize("names", ["abc", NAMES])
+@pytest.mark.parametrize("names", ["abc", pytest.param(NAMES, marks=pytest.mark.long)])
 def test_one_that_slept_is_left_out_and_comes_back_without_its_state(nodes: Make, names: str) -> None:
     """It is there, but it does not answer; and it believes that it is further than the others."""
     crowd, first = begin(nodes, patience=2.0, names=names)

@@ -120,6 +120,7 @@ def test_a_watch_hears_of_warnings_and_of_their_end_and_outlives_a_silence(servi
     service.is_down = False
     service.withdraw(event_id)
     until(lambda: watch.warning is None, "the withdrawal")
+    watch.every_seconds = 3600.0  # it looks for as long as its process lives
 
 
 def test_a_service_that_never_answers_is_not_asked_for_ever(service: MetadataService) -> None:
