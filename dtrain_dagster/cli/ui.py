@@ -22,7 +22,7 @@ from dtrain_dagster.settings.environment import Settings, suggest_option
 from dtrain_dagster.settings.home import make_home
 from dtrain_dagster.support.secrets import resolve
 from dtrain_dagster.web.guard import LOOPBACK, Guard, rules_for
-from dtrain_dagster.web.server import address, listener, server
+from dtrain_dagster.web.server import address, listener, serve, server
 from dtrain_dagster.web.third_party_uis import LEAVE_WITH_PARENT, mlflow_app, run_ui, running, runs_page
 from trainer.rundir import LOGS
 
@@ -178,12 +178,13 @@ def _serve_jobs(
     board = JobBoard(settings.jobs_uri, settings.tiers[0])
     app = build_app(board, (host, *names), places_of(settings), logs, desk)
     with listening(host, port) as bound:
-        served = server(app)
-        served.config.load()  # imports, in whose callbacks a Ctrl-C can be lost, come before the address is told
-        say(f"dashboard: {address(bound)}/")
-        if host not in LOOPBACK:
-            say("anyone who can reach this address can read it: there is no password", err=True)
-        served.run(sockets=[bound])
+
+        def tell() -> None:
+            say(f"dashboard: {address(bound)}/")
+            if host not in LOOPBACK:
+                say("anyone who can reach this address can read it: there is no password", err=True)
+
+        serve(server(app), bound, tell)
 
 
 def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: tuple[str, ...] = ()) -> None:
@@ -198,6 +199,6 @@ def _serve_mlflow(settings: Settings, port: int, names: tuple[str, ...], users: 
     with listening(HOST, port) as bound:
         app = mlflow_app(tracking_uri, settings.home / "mlartifacts", names)
         page = runs_page(tracking_uri, settings.experiment)
-        say(f"MLflow: {address(bound)}{page}")
         rules = rules_for(HOST, names, most_body_bytes=None)  # artifacts are long
-        server(Guard(app, rules), users=allowed).run(sockets=[bound])
+        web = server(Guard(app, rules), users=allowed)
+        serve(web, bound, lambda: say(f"MLflow: {address(bound)}{page}"))

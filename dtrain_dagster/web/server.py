@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -111,9 +112,8 @@ def address(bound: socket.socket) -> str:
 
 
 def server(app: ASGIApp, *, websockets: bool = False, users: frozenset[int] | None = None) -> uvicorn.Server:
-    """Return a server of this application, which brings its `guard.Guard`. Call `uvicorn.Server.run` with a `listener`.
-    It ends on SIGINT and SIGTERM, which it then raises again, or when its ``should_exit`` is set. ``users``: the users
-    that may connect over loopback besides this user and root; None for all."""
+    """Return a server of this application, which brings its `guard.Guard`, for `serve`. ``users``: the users that may
+    connect over loopback besides this user and root; None for all."""
     raise_descriptors()
     config = uvicorn.Config(
         app,
@@ -128,6 +128,15 @@ def server(app: ASGIApp, *, websockets: bool = False, users: frozenset[int] | No
         timeout_graceful_shutdown=3,
     )
     return uvicorn.Server(config)
+
+
+def serve(web: uvicorn.Server, bound: socket.socket, tell: Callable[[], None]) -> None:
+    """Tell people the address, and serve on this socket of `listener` until SIGINT or SIGTERM, which are then raised
+    again, or until ``should_exit`` of the server is set. A Ctrl-C counts from the telling on: as an exception, it would
+    be lost in a callback of the garbage collector, such as those of the imports that follow."""
+    with web.capture_signals():
+        tell()
+        web.run(sockets=[bound])
 
 
 def raise_descriptors() -> None:

@@ -28,7 +28,7 @@ import yaml
 from starlette.types import ASGIApp
 
 from dtrain_dagster.web.guard import LOOPBACK, Guard, Rules, rules_for
-from dtrain_dagster.web.server import address, server
+from dtrain_dagster.web.server import address, serve, server
 from dtrain_dagster.web.stored_secrets import secret_posted
 from trainer.observability.mlflow_sink import VIEW, prepare_list
 from trainer.observability.mlflow_sqlite import make_tables
@@ -81,19 +81,19 @@ def run_ui(workspace: Path, bound: socket, names: Sequence[str], users: frozense
         pass
     lost = threading.Event()
 
-    def serve(app: ASGIApp) -> None:
+    def serve_dagster(app: ASGIApp) -> None:
         signal.signal(signal.SIGTERM, _end)  # in place of the handler that the command has set
         web = server(Guard(app, ui_rules(names)), websockets=True, users=users)
         for process in processes:
             threading.Thread(target=_stop_after, args=(process, web, lost), daemon=True).start()
-        print(f"Dagster's UI: {address(bound)}", flush=True)  # noqa: T201 - what the command is started for
-        web.run(sockets=[bound])
+        told = f"Dagster's UI: {address(bound)}"
+        serve(web, bound, lambda: print(told, flush=True))  # noqa: T201 - what the command is started for
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-ui-")))
         shared, processes = _start_code_servers(workspace, folder, stack)
         processes.append(stack.enter_context(running(_COMMAND, "dagster-daemon", "run", "--workspace", str(shared))))
-        run_webserver(shared, serve)
+        run_webserver(shared, serve_dagster)
         return 1 if lost.is_set() else 0
 
 
