@@ -94,7 +94,7 @@ def test_of_several_pools_each_gets_its_turn(daemon: Daemon, monkeypatch: pytest
 
     monkeypatch.setattr(LocalClusterManager, "pools", lambda _: pools)
     monkeypatch.setattr(LocalClusterManager, "scale_down", scale_down)
-    daemon.ticks(100, 300.0)
+    daemon.ticks(20, 300.0)
     pools.append(replace(pools[0], name="new"))
     tried.clear()
     daemon.ticks(20, 300.0)
