@@ -13,11 +13,11 @@ from dtrain_dagster.web.server import listener, serve, server
 
 
 class Freed:
-    """As what an import leaves to the garbage collector."""
+    """Something whose end calls a function, as the ends of many objects of an import do."""
 
 
 def test_a_ctrl_c_is_not_lost_in_a_callback_of_the_garbage_collector() -> None:
-    """Where an exception that it raises is printed and forgotten."""
+    """Python prints an exception that is raised there, and goes on."""
     web, freed = server(Starlette()), [Freed()]
     called = weakref.ref(freed[0], lambda _: signal.raise_signal(signal.SIGINT))
     if_it_is_lost = threading.Timer(20, setattr, (web, "should_exit", True))

@@ -141,7 +141,8 @@ def test_readers_share_what_is_in_memory(tmp_path: Path) -> None:
         for reader in readers:
             reader.kill()
             reader.wait()
-    assert max(anonymous) < 0.75 * size, "of which torch and its batches are half, by chance of how they are laid out"
+    # The allocator itself takes 10 to 28 MB, which varies from run to run. A copy of the data would add `size`.
+    assert max(anonymous) < 0.75 * size
     assert min(resident for resident, _ in shares) > 0.9 * size
     assert sum(share for _, share in shares) < 1.1 * size
 
